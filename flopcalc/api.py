@@ -12,7 +12,7 @@ from flopcalc.base.data import describe_install
 from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items
-from flopcalc.base.vocabulary import PHASES, check_word
+from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.estimator import Estimator
 from flopcalc.core.workload.workload import Workload
@@ -91,7 +91,7 @@ def estimate_flops(model: Any = None, workload: Workload | None = None, **setup:
     return counted.estimate.add_notes(counted.notes) if counted.notes else counted.estimate
 
 
-def count(setup: Setup, convention: str | None = None) -> Counted:
+def count(setup: Setup, convention: Convention | None = None) -> Counted:
     """The Estimate of a Setup; HF's code is traced where it asks for that."""
     return count_without_trace(setup, convention, _trace)
 

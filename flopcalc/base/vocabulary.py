@@ -21,6 +21,23 @@ BATCH_LAYOUTS: tuple[BatchLayout, ...] = get_args(BatchLayout)
 # Kernels of attention; auto: what PyTorch's SDPA picks on the device, flash without one.
 Kernel = Literal["auto", "eager", "flash", "efficient", "cudnn"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+# A kernel that was picked, and those among them that fuse an attention call.
+PickedKernel = Literal["eager", "flash", "efficient", "cudnn"]
+FusedKernel = Literal["flash", "efficient", "cudnn"]
+FUSED_KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
+# The same for an attention call that is timed; empty: SDPA picks.
+CallKernel = Literal["", "eager", "flash", "efficient", "cudnn"]
+# How the sums of a workload are counted: what the model needs, what eager code executes, or what a fused kernel does.
+Counting = Literal["model", "full", "flash", "efficient", "cudnn"]
+# Which keys a query sees; window: the causal mask cut to the nearest keys.
+Mask = Literal["causal", "full", "window"]
+# The same for an attention call that is timed. dropout: causal with dropout; apart: images of one sequence that do not
+# see each other; decode: one query per sequence.
+CallMask = Literal["causal", "dropout", "full", "window", "apart", "decode"]
+# dgrad: the gradient of a layer's input; wgrad: the gradient of its weight.
+ProductDirection = Literal["forward", "dgrad", "wgrad"]
+PassDirection = Literal["forward", "backward"]
+Direction = Literal["forward", "backward", "dgrad", "wgrad", "optimizer"]
 # Gradient checkpointing: HF's default, or with use_reentrant=True.
 Recompute = Literal["none", "full", "full-reentrant"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)

@@ -14,7 +14,7 @@ from flopcalc.base.data import describe_install, list_data_files
 from flopcalc.base.errors import FlopcalcError, RecipeError, WorkloadError
 from flopcalc.base.text_table import format_grid, format_text
 from flopcalc.base.units import parse_size, parse_sizes
-from flopcalc.base.vocabulary import PHASES, RECOMPUTE
+from flopcalc.base.vocabulary import PHASES, RECOMPUTE, Recompute, check_word
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import complete_model
 from flopcalc.core.estimate.estimate import Estimator
@@ -136,11 +136,11 @@ def _format_summary(summary: dict[str, Any]) -> str:
     return f"{text}; largest difference: {flops}, in {largest['module']} of {largest['case']}"
 
 
-def _read_recompute(options: Mapping[str, object]) -> str:
+def _read_recompute(options: Mapping[str, object]) -> Recompute:
     recompute = options["recompute"]
     if options["gradient_checkpointing"] and recompute not in (None, "full"):
         raise RecipeError(f"--gradient-checkpointing is --recompute full, not {recompute}: give one of them")
-    return "full" if options["gradient_checkpointing"] else str(recompute or "none")
+    return "full" if options["gradient_checkpointing"] else check_word(recompute or "none", RECOMPUTE, "recompute")
 
 
 def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import DTYPES as DTYPES
+from flopcalc.base.vocabulary import FusedKernel
 
 
 @frozen()
@@ -27,7 +28,7 @@ class Device(Value):
     memory_gb: float | None
     bandwidth_gb_per_s: float | None
     tdp_w: float | None
-    sdpa: str | None  # the fused kernel that torch's SDPA picks for a plain causal call
+    sdpa: FusedKernel | None  # the fused kernel that torch's SDPA picks for a plain causal call
     source: str
     date: str
     note: str = ""  # which variant a short name was taken as; empty for an exact name
@@ -181,7 +182,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
-def find_sdpa(device: Device | None, kind: str) -> str:
+def find_sdpa(device: Device | None, kind: str) -> FusedKernel:
     """The fused kernel that torch's SDPA picks for a format on a device; flash where nothing says better."""
     if device is None:
         return "flash"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
 from flopcalc.hardware.attention_shape import BLOCK, KernelShape
 from flopcalc.hardware.tables import Table, find_table, load_table
 from flopcalc.hardware.tiles import (
@@ -31,27 +32,28 @@ class KernelTable(NamedTuple):
     date: str
     ranges: tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # (qk, v) -> shortest and longest
     # (qk, v, mask, length) -> direction -> FLOPs executed for one head of one sequence, where exactly that was measured
-    calls: dict[tuple[int, int, str, int], dict[str, int]]
-    modelled: str = ""  # the kernel, if lengths that were not measured have a rule
+    calls: dict[tuple[int, int, Mask, int], dict[PassDirection, int]]
+    modelled: FusedKernel | None = None  # the kernel, if lengths that were not measured have a rule
 
-    def find_call(self, qk: int, v: int, mask: str, length: int) -> dict[str, int] | None:
+    def find_call(self, qk: int, v: int, mask: Mask, length: int) -> dict[PassDirection, int] | None:
         """FLOPs of one head of one sequence whose length fills no whole block: as measured, or by the rule."""
         if found := self.calls.get((qk, v, mask, length)):
             return found
         if not self.modelled or not length % BLOCK:
             return None
         shape = dict(self.shapes).get((qk, v), KernelShape())
-        found = {}
-        for direction, need, (top, bottom) in (
+        found = dict[PassDirection, int]()
+        passes: tuple[tuple[PassDirection, int, tuple[int, int]], ...] = (
             ("forward", 2 * (qk + v), shape.pad_forward), ("backward", 2 * (3 * qk + 2 * v), shape.pad_backward),
-        ):  # fmt: skip
+        )  # fmt: skip
+        for direction, need, (top, bottom) in passes:
             pairs = count_attention_pairs(self.modelled, direction, mask, length, (qk + v) // 2)
             if pairs is None:
                 return None
             found[direction] = pairs * need * top // bottom
         return found
 
-    def describe(self, asked: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> str:
+    def describe(self, asked: Mapping[tuple[int, int], Iterable[tuple[Mask, int]]]) -> str:
         """Which table was used for (qk, v) -> {(mask, length)}, and what of it the table does not cover."""
         known, ranges = dict(self.shapes), dict(self.ranges)
         text = f"executed pairs as measured on {self.device} (attention table of {self.date})"
@@ -81,7 +83,7 @@ def _list(lengths: list[int]) -> str:
     return ", ".join(map(str, lengths[:3])) + (", …" if len(lengths) > 3 else "")
 
 
-def find_kernel_table(device_id: str, kernel: str) -> KernelTable | None:
+def find_kernel_table(device_id: str, kernel: FusedKernel) -> KernelTable | None:
     """The constants of a kernel on a device, or None where no table has them."""
     path = find_table(device_id, "attention")
     beside = find_table(device_id, "padding")
@@ -105,7 +107,7 @@ def _add_dims(table: KernelTable) -> KernelTable:
     return table._replace(shapes=tuple(sorted(shapes.items())), ranges=tuple(sorted(ranges.items())))
 
 
-def read_kernel_table(table: Table, kernel: str, padding: Table | None = None) -> KernelTable | None:
+def read_kernel_table(table: Table, kernel: FusedKernel, padding: Table | None = None) -> KernelTable | None:
     """Constants from the rows whose executed FLOPs were counted by the hardware, and those rows by themselves."""
     rows = [row for row in table.select(kernel=kernel) if row["executed_flops"]]
     shapes = {}
@@ -132,9 +134,9 @@ def read_kernel_table(table: Table, kernel: str, padding: Table | None = None) -
 
 def _read_calls(
     attention: list[dict[str, Any]], padding: list[dict[str, Any]]
-) -> dict[tuple[int, int, str, int], dict[str, int]]:
+) -> dict[tuple[int, int, Mask, int], dict[PassDirection, int]]:
     """What one head of one sequence executes, for the lengths that fill no whole block: no constant describes them."""
-    found: dict[tuple[int, int, str, int], dict[str, int]] = {}
+    found: dict[tuple[int, int, Mask, int], dict[PassDirection, int]] = {}
     rows = [
         (row["qk_dim"], row["v_dim"], row["mask"], row["length"], row["batch"] * row["heads"], row) for row in attention
     ]
@@ -153,27 +155,27 @@ def _read_calls(
 class TileTable(NamedTuple):
     """What products of exactly these sizes execute beyond need: (m, n, k) -> direction -> FLOPs."""
 
-    excess: dict[tuple[int, int, int], dict[str, int]]
+    excess: dict[tuple[int, int, int], dict[ProductDirection, int]]
     device: str
     is_modelled: bool = False  # sizes that were not measured have a model
 
     def expect(
         self, m: int, n: int, k: int, copies: int = 1, steps: Callable[[int], float] | None = None
-    ) -> dict[str, int] | None:
+    ) -> dict[ProductDirection, int] | None:
         """As find; by the model where a size was not measured, and of experts always."""
         measured = self.find(m, n, k) if copies == 1 else None
         if measured is not None or not self.is_modelled:
             return measured
         return count_product_excess(m, n, k) if copies == 1 else count_experts_excess(copies, m, n, k, steps)
 
-    def find(self, m: int, n: int, k: int) -> dict[str, int] | None:
+    def find(self, m: int, n: int, k: int) -> dict[ProductDirection, int] | None:
         """Excess of a product forward, for its input's gradient (dgrad) and its weight's (wgrad), where measured."""
         return self.excess.get((m, n, k))
 
 
 def find_tile_table(device_id: str) -> TileTable | None:
     """The products whose executed FLOPs were counted on a device, each alone; None without tables."""
-    excess: dict[tuple[int, int, int], dict[str, int]] = {}
+    excess: dict[tuple[int, int, int], dict[ProductDirection, int]] = {}
     device = ""
     for name in ("gemm", "padding"):
         path = find_table(device_id, name)

@@ -16,15 +16,16 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import ANY, FROM_0, FROM_1, POSITIVE, find_fault
+from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
-DIRECTIONS = ("forward", "dgrad", "wgrad")
+DIRECTIONS: tuple[ProductDirection, ...] = get_args(ProductDirection)
 ROUND_ROWS = (32, 64, 128)  # batches of a multiple of these rows, and of no larger one of them, get other kernels
 _ROUND = tuple(f"{direction}-{rows}" for direction in ("forward", "dgrad") for rows in ROUND_ROWS)
 SPLIT_PARTS = (2, 3, 4, 5, 6, 8, 11, 16)  # that a product's depth may be split into
@@ -130,7 +131,7 @@ def find_round(rows: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _count_product(direction: str, rows: int, columns: int, depth: int) -> int:
+def _count_product(direction: ProductDirection, rows: int, columns: int, depth: int) -> int:
     """Executed FLOPs of (rows, depth) by (depth, columns)."""
     step = find_round(columns) if direction != "wgrad" else 0
     name = f"{direction}-{step}" if step else direction
@@ -139,16 +140,17 @@ def _count_product(direction: str, rows: int, columns: int, depth: int) -> int:
     return 2 * pad(rows, best.cluster_rows) * pad(columns, best.cluster_columns) * steps * _DEPTH
 
 
-def _count_old_product(_direction: str, rows: int, columns: int, depth: int) -> int:
+def _count_old_product(_direction: ProductDirection, rows: int, columns: int, depth: int) -> int:
     return 2 * pad(rows, _OLD_TILE[0]) * pad(columns, _OLD_TILE[1]) * pad(depth, _OLD_DEPTH)
 
 
-def count_product_excess(m: int, n: int, k: int) -> dict[str, int]:
+def count_product_excess(m: int, n: int, k: int) -> dict[ProductDirection, int]:
     """FLOPs beyond need of a layer with n outputs and k inputs over m rows, for each direction.
 
     Rows and columns are cuBLAS's, which stores columns first: outputs are the rows of a layer's forward product.
     """
     need = 2 * m * n * k
+    sizes: dict[ProductDirection, tuple[int, int, int]]
     sizes = {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}
     known = GRADIENTS.get((n, k))
     count = _count_old_product if math.gcd(n, k, _ALIGNED) < _ALIGNED else _count_product
@@ -167,7 +169,7 @@ def count_steps(mean: float, size: int) -> float:
     return -math.expm1(-mean) + more
 
 
-def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[str, int]:
+def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[ProductDirection, int]:
     """Executed FLOPs of a grouped product whose rows fill so many in tiles of a side, and so many as depth."""
     return {
         "forward": round(2 * rows * pad(n, side) * pad(k, _DEPTH)),
@@ -176,7 +178,7 @@ def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[
     }
 
 
-def count_dealt(rows: Sequence[int], n: int, k: int) -> dict[str, int]:
+def count_dealt(rows: Sequence[int], n: int, k: int) -> dict[ProductDirection, int]:
     """Executed FLOPs of a grouped product where it is known how many rows a router gave to each expert."""
     side = _GROUPED if sum(rows) // len(rows) > _FEW else _FEW_TILE
     filled, deep = (sum(pad(each, step) for each in rows) for step in (side, _DEPTH))
@@ -185,7 +187,7 @@ def count_dealt(rows: Sequence[int], n: int, k: int) -> dict[str, int]:
 
 def count_experts_excess(
     copies: int, m: int, n: int, k: int, steps: Callable[[int], float] | None = None
-) -> dict[str, int]:
+) -> dict[ProductDirection, int]:
     """The same of experts in one grouped product, m rows in all, dealt out by a router: what is expected.
 
     Rows of an expert are padded to a tile; for the weight's gradient, where they are the depth, to steps. `steps` says
@@ -198,12 +200,14 @@ def count_experts_excess(
     return {name: max(0, flops - need) for name, flops in _count_experts(side, filled, deep, n, k).items()}
 
 
-def pad_head(kernel: str, dim: int) -> int:
+def pad_head(kernel: FusedKernel, dim: int) -> int:
     """The head dim that a kernel computes with, between 64 and 128."""
     return _BLOCK if kernel == "cudnn" else pad(dim, 32)
 
 
-def count_attention_pairs(kernel: str, direction: str, mask: str, length: int, dim: int) -> int | None:
+def count_attention_pairs(
+    kernel: FusedKernel, direction: PassDirection, mask: Mask, length: int, dim: int
+) -> int | None:
     """Pairs that a fused kernel executes for one head of one sequence; None where no rule is known.
 
     Forward a processor holds 128 queries and goes over keys; on the way back it holds 128 keys and goes over queries,

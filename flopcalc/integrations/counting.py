@@ -10,6 +10,7 @@ from typing import Any
 
 from flopcalc.api import bind
 from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc.base.vocabulary import Phase
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Grid, Workload
 
@@ -55,7 +56,7 @@ class StepCounter:
             return 0
         return self._count(lambda bound: self._make_packed(bound, documents, patches))
 
-    def count_rows(self, batch: int, seq: int, phase: str = "train") -> float:
+    def count_rows(self, batch: int, seq: int, phase: Phase = "train") -> float:
         """FLOPs of a batch of full rows."""
         return self._count(lambda _: Workload(batch, seq, phase=phase))
 

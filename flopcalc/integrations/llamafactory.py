@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from flopcalc.api import bind
 from flopcalc.base.errors import ConfigError
+from flopcalc.base.vocabulary import Phase
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.integrations.ms_swift import install  # its trainers are HF trainers
 
@@ -27,7 +28,7 @@ def compute_model_flops(
     in its backward pass, and its blocks.
     """
     estimator = _bind(str(model_name_or_path), bool(include_recompute), bool(include_flashattn))
-    phase = "train" if include_backward else "forward"
+    phase: Phase = "train" if include_backward else "forward"
     return estimator(total_batch_size, seq_length, phase=phase).total
 
 

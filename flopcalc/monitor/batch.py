@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from flopcalc.api import bind
 from flopcalc.base.errors import WorkloadError
-from flopcalc.base.vocabulary import Kernel
+from flopcalc.base.vocabulary import Convention, Counting, Kernel, Phase
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import is_denoiser
@@ -180,7 +180,7 @@ class Intake:
                 found.append(_CLASSES[name])
         return tuple(found)
 
-    def count(self, snapshot: Snapshot, phase: str = "train") -> Work:
+    def count(self, snapshot: Snapshot, phase: Phase = "train") -> Work:
         """FLOPs and sizes of a snapshot whose copies have arrived."""
         if snapshot.values or snapshot.head is not None:
             return self._count(snapshot, phase)
@@ -231,7 +231,7 @@ class Intake:
             return sum(self._find("own", work.load).values())
         return sum(self._find("eager", work.load, head).values())
 
-    def _count(self, snapshot: Snapshot, phase: str) -> Work:
+    def _count(self, snapshot: Snapshot, phase: Phase) -> Work:
         values = {
             name: Shape(shape) for name, shape in snapshot.key if shape is not None and name != "position_ids"
         }  # positions count by their values alone
@@ -325,7 +325,7 @@ def _cut_labels(head: Head) -> Any:
     return given if head.is_shifted else given[:, 1:]
 
 
-def _count_head(estimator: Estimator, load: Workload, convention: str, head: Head) -> dict[str, Flops]:
+def _count_head(estimator: Estimator, load: Workload, convention: Convention, head: Head) -> dict[str, Flops]:
     """FLOPs where the head forms as many logits as it needs (model), or as it does (full, hardware).
 
     FLOPs are linear in the logits, so two counts tell what one of them costs.
@@ -333,7 +333,7 @@ def _count_head(estimator: Estimator, load: Workload, convention: str, head: Hea
     labels = _cut_labels(head)
     needed = int((labels != _IGNORED).sum())
     formed = needed if convention == "model" or head.is_compact else labels.shape[0] * labels.shape[1]
-    counting = "model" if convention == "model" else "full"
+    counting: Counting = "model" if convention == "model" else "full"
     few, more = load.replace(logits=1), load.replace(logits=2)
     first, step = (Logits().count(each, counting) for each in (few, more))
     step -= first

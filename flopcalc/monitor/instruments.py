@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.vocabulary import Phase
 from flopcalc.core.model.live import strip
 from flopcalc.monitor.batch import count_scored
 from flopcalc.monitor.place import allows_tf32 as _allows_tf32
@@ -187,7 +188,7 @@ class Copy:
         """FLOPs of a step on these micro-batches, as eager code runs them."""
         return self.split(batches).total
 
-    def split(self, batches: Sequence[Mapping[str, Any]], phase: str = "train") -> Executed:
+    def split(self, batches: Sequence[Mapping[str, Any]], phase: Phase = "train") -> Executed:
         """The same, what is recomputed apart; equal shapes are counted once."""
         module = self._find_module()
         if not batches:
@@ -226,7 +227,7 @@ class Copy:
             self._state = state
         return self._made
 
-    def _count_one(self, made: Any, batch: Mapping[str, Any], phase: str) -> Executed:
+    def _count_one(self, made: Any, batch: Mapping[str, Any], phase: Phase) -> Executed:
         counted = made.count(_move_batch(batch, made), phase)
         if counted.not_counted:
             raise NotMeasured(f"the counter has no formula for {', '.join(counted.not_counted)}", is_final=True)

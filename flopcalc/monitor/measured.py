@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc.base.vocabulary import Phase
 from flopcalc.core.model.live import strip
 from flopcalc.core.workload.workload import Workload
 from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, Work
@@ -47,7 +48,7 @@ class MeasuredModule:
         """How many sizes were counted."""
         return len(self._flops)
 
-    def _measure(self, key: Hashable, phase: str, batch: Mapping[str, object]) -> None:
+    def _measure(self, key: Hashable, phase: Phase, batch: Mapping[str, object]) -> None:
         self._flops[key] = None
         name = type(strip(self.live)).__name__
         if len(self._flops) > _MOST_SIZES:
@@ -100,7 +101,7 @@ class MeasuredIntake(Intake):
     def is_told_by(self, sizes: Hashable) -> bool:  # noqa: ARG002
         return False
 
-    def count(self, snapshot: Snapshot, phase: str = "train") -> Work:
+    def count(self, snapshot: Snapshot, phase: Phase = "train") -> Work:
         module = self.module
         name, key = snapshot.key[0]
         if name != "call":

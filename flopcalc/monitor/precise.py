@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, format_nearest, format_value
 from flopcalc.base.units import check_size
+from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import check_positive, find_ideal_time, find_peak, share_peak
 from flopcalc.core.model.live import strip, unwrap
@@ -36,7 +37,7 @@ class MeasuredMfu(float):
     """A share of the peak, never clamped, NaN where it is not known; `note` says why, or what is special."""
 
     source: str
-    convention: str
+    convention: Convention
     flops: int | None  # of the step
     peak_flops_per_s: float | None  # of one device
     device: str | None
@@ -46,7 +47,7 @@ class MeasuredMfu(float):
         cls,
         value: float,
         source: str = "none",
-        convention: str = "model",
+        convention: Convention = "model",
         flops: int | None = None,
         peak_flops_per_s: float | None = None,
         device: str | None = None,
@@ -67,7 +68,7 @@ class _Measured(NamedTuple):
 
     flops: int
     source: str
-    convention: str = "model"
+    convention: Convention = "model"
     note: str | None = None
 
 
@@ -241,7 +242,9 @@ def _count(binding: _Binding, batch: int, seq: int) -> Counts:
     return Counts(estimate.total, eager, sum(estimator.count(load, "hardware")))
 
 
-def _scale(measured: int, counts: Counts | None, convention: str, source: str, note: str | None = None) -> _Measured:
+def _scale(
+    measured: int, counts: Counts | None, convention: Convention, source: str, note: str | None = None
+) -> _Measured:
     """The model's FLOPs times measured ÷ analytic; without an analytic count, what was measured.
 
     What the GPU's counters see beyond the analytic count are blocks and padding, which the model does not need: noted.
@@ -299,7 +302,7 @@ def _measure_smart(model: Any, batch: int, seq: int, counts: Counts | None, dtyp
 
 def _measure_once(
     model: object, batch: int, seq: int, counts: Counts | None, dtype: str
-) -> tuple[int, Counts | None, str, str]:
+) -> tuple[int, Counts | None, Convention, str]:
     if counts is None or counts.hardware is not None:
         try:
             return _run_counters(model, batch, seq, dtype), counts, "hardware", "smart: cupti"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from flopcalc.base.data import describe_install, parse_toml
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
@@ -19,9 +19,10 @@ from flopcalc.monitor.keys import STYLES
 MODES = ("smart", "profiler", "estimate", "hybrid")
 SINKS = ("jsonl", "wandb", "tensorboard", "mlflow")
 WANDB_MODES = ("online", "offline", "disabled", "shared")
-PHASES = ("warmup", "main", "finetune")
+TrainingPhase = Literal["warmup", "main", "finetune"]
+PHASES: tuple[TrainingPhase, ...] = get_args(TrainingPhase)
 # Steps between two measurements; main follows flops_profile_freq.
-_PHASE_DEFAULTS = {"warmup": 1000, "finetune": 200}
+_PHASE_DEFAULTS: dict[TrainingPhase, int] = {"warmup": 1000, "finetune": 200}
 
 
 class _DefaultFreq(int):
@@ -37,7 +38,7 @@ class Settings:
 
     mode: str = "smart"
     flops_profile_freq: int = DEFAULT_FREQ
-    phase_frequencies: dict[str, int] | None = field(default=None, hash=False)  # only those that were given
+    phase_frequencies: dict[TrainingPhase, int] | None = field(default=None, hash=False)  # only those that were given
     initial_profiling: bool = True
     calibration_enabled: bool = True
     recalibration_frequency: int | None = None  # None: flops_profile_freq, or the phase's
@@ -74,7 +75,7 @@ class Settings:
         for entry in fields(self):
             object.__setattr__(self, entry.name, _check(entry.name, getattr(self, entry.name), entry.name))
 
-    def frequency(self, phase: str | None = None) -> int:
+    def frequency(self, phase: TrainingPhase | None = None) -> int:
         """Steps between two measurements in a phase of training."""
         if phase is None:
             return self.flops_profile_freq

@@ -25,7 +25,7 @@ from flopcalc.monitor.modes import Source
 from flopcalc.monitor.pass_calls import PassCalls
 from flopcalc.monitor.pass_log import PassLog
 from flopcalc.monitor.place import find_rank
-from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, check_path, load_settings
+from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, TrainingPhase, check_path, load_settings
 from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext
 from flopcalc.monitor.values import Values
 
@@ -240,7 +240,7 @@ class TrainingMonitor(PassCalls):
         self._digester.add(DatasetMetrics(found))
 
     @guarded
-    def set_phase(self, name: str) -> None:
+    def set_phase(self, name: TrainingPhase) -> None:
         """warmup, main or finetune: how often modes measure from now on."""
         self._frequency = self.settings.frequency(name)
         if self._trained.source is not None:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import WorkloadError
+from flopcalc.base.vocabulary import LayoutRecompute
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate
 from flopcalc.core.workload.workload import Workload
@@ -163,7 +164,7 @@ def is_lifting(product: Product) -> bool:
     return is_wide and product.direction == "forward" and not product.is_again
 
 
-def repeat_work(work: Work, recompute: str) -> Work:
+def repeat_work(work: Work, recompute: LayoutRecompute) -> Work:
     """The work with what a kind of recomputation runs again; `work` recomputes all for half, else nothing."""
     if recompute == "half":  # every second layer
         halves = [each._replace(calls=each.calls / 2) if each.is_again else each for each in work.products]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.base.errors import RecipeError, WorkloadError, format_value
-from flopcalc.base.vocabulary import LAYOUT_RECOMPUTE, check_word
+from flopcalc.base.vocabulary import LAYOUT_RECOMPUTE, LayoutRecompute, check_word
 from flopcalc.planning.local import split_evenly
 
 DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch", "recompute")
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     # light: norms, activation functions and up-projections of compressed keys again; selective: the attention core;
     # offload: light, and every second layer's activations in the host's memory; half: every second layer again; full
     # and full-reentrant: every layer
-    recompute: str = "none"
+    recompute: LayoutRecompute = "none"
     is_sequence_parallel: bool = True  # with tp: norms and residuals are spread too
 
     @property
@@ -106,7 +106,9 @@ def list_layouts(
     cps = _choose(fixed, "cp", [cp for cp in _list_powers(16) if cp == 1 or model.tokens // cp >= 4096])
     eps = _choose(fixed, "ep", [ep for ep in _list_powers(model.experts) if model.experts % ep == 0])
     zeros = _choose(fixed, "zero", [0, 1, 2, 3])
-    repeats = [str(word) for word in fixed.get("recompute", ("none", "half", "full"))]
+    repeats = [
+        check_word(word, LAYOUT_RECOMPUTE, "recompute") for word in fixed.get("recompute", ("none", "half", "full"))
+    ]
     for tp in tps:
         for cp in cps:
             left = gpus // (tp * cp)

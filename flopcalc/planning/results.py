@@ -10,7 +10,7 @@ from flopcalc.base.figures import check_ending, open_figure
 from flopcalc.base.files import read_path
 from flopcalc.base.rows import FrozenRows, Rows, shorten, show_rows
 from flopcalc.base.units import format_amount, format_bytes, format_seconds, format_tokens
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import Execution, LayoutRecompute, Optimizer
 from flopcalc.hardware.devices import Device
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.money import Rate
@@ -55,7 +55,7 @@ class PlannedRow(NamedTuple):
     ep: int
     zero: int
     micro_batch: int
-    recompute: str
+    recompute: LayoutRecompute
     step_time_s: float
     step_time_low_s: float
     step_time_high_s: float
@@ -150,7 +150,7 @@ class Plan(NamedTuple):
     notes: tuple[str, ...]
     points: FrozenRows[Point]  # every layout that fits
     execution: Execution = "fused"
-    optimizer: str = "adamw-master"
+    optimizer: Optimizer = "adamw-master"
     helps: str = ""  # what would shorten the best layout's step most, and by how much
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from flopcalc.base.errors import DeviceError, WorkloadError
 from flopcalc.base.rows import FrozenRows
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, format_seconds
-from flopcalc.base.vocabulary import CAST_FORMATS, Execution
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution, Kernel, LayoutRecompute, Optimizer
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
@@ -61,8 +61,8 @@ def search_layouts(
     price: float | None = None,
     dtype: str | None = None,
     execution: Execution = "fused",
-    optimizer: str = "adamw-master",
-    attention_kernel: str = "auto",
+    optimizer: Optimizer = "adamw-master",
+    attention_kernel: Kernel = "auto",
     overlaps: Overlaps = Overlaps(),  # noqa: B008
     expert_imbalance: float = 1.0,
     top: int = 5,
@@ -144,7 +144,7 @@ def _count_executed(runner: Runner, layout: Layout) -> dict[str, float]:
     """FLOPs executed for one sample of a layout's micro-batches, by number format; tiles are padded as on one GPU."""
     load, recompute = resize_batch(runner.sample, layout.micro_batch), layout.recompute
 
-    def count(recompute: str, share: float = 1.0) -> dict[str, float]:
+    def count(recompute: LayoutRecompute, share: float = 1.0) -> dict[str, float]:
         found = runner.estimator(recompute).count_formats(load, "hardware")
         return {name: share * flops.total / layout.micro_batch for name, flops in found.items()}
 

@@ -7,7 +7,17 @@ from functools import cache, cached_property, lru_cache
 from math import log, sqrt
 
 from flopcalc.base.errors import FlopcalcError
-from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
+from flopcalc.base.vocabulary import (
+    CAST_BYTES,
+    CAST_FORMATS,
+    RECOMPUTE,
+    Execution,
+    Kernel,
+    LayoutRecompute,
+    Optimizer,
+    Recompute,
+    check_word,
+)
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
@@ -91,8 +101,8 @@ class Runner:
         *,
         dtype: str = "bf16",
         execution: Execution = "fused",
-        optimizer: str = "adamw-master",
-        attention_kernel: str = "auto",
+        optimizer: Optimizer = "adamw-master",
+        attention_kernel: Kernel = "auto",
         overlaps: Overlaps = Overlaps(),  # noqa: B008
         expert_imbalance: float = 1.0,
     ) -> None:
@@ -168,7 +178,7 @@ class Runner:
         return None
 
     # --- what one device does and holds -------------------------------------------------------------------------------
-    def _make_work(self, micro_batch: int, recompute: str) -> Work:
+    def _make_work(self, micro_batch: int, recompute: LayoutRecompute) -> Work:
         load = resize_batch(self.sample, micro_batch)
         work = make_work(
             self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer, dtype_bytes=self.machine.width,
@@ -180,7 +190,7 @@ class Runner:
         """Rows of the busiest device's experts over the mean; no device has more than all."""
         return min(self.expert_imbalance, layout.ep)
 
-    def _make_tensors(self, micro_batch: int, recompute: str, imbalance: float) -> Tensors:
+    def _make_tensors(self, micro_batch: int, recompute: LayoutRecompute, imbalance: float) -> Tensors:
         load = resize_batch(self.sample, micro_batch)
         kernel = "auto" if recompute == "selective" else self.kernel  # which keeps no scores
 
@@ -593,7 +603,7 @@ def _list_named(estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:
     return [(stage.path, names[id(chain)]) for stage in stages for chain in stage.layers]
 
 
-def find_recipe(recompute: str) -> Recompute:
+def find_recipe(recompute: LayoutRecompute) -> Recompute:
     """The recipe's recomputation that a layout's kind of it is made of."""
     kinds: dict[str, Recompute] = {"light": "none", "offload": "none", "selective": "none", "half": "full"}
     return kinds[recompute] if recompute in kinds else check_word(recompute, RECOMPUTE, "recompute")

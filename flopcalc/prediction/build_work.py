@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import CallKernel, CallMask, Execution, Mask, Optimizer
 from flopcalc.core.count.products import Block, CountedRow, Row
 from flopcalc.core.count.products import Product as CountedProduct
 from flopcalc.core.estimate.estimate import Estimator
@@ -49,9 +49,9 @@ def make_work(
     estimator: Estimator,
     load: Workload,
     *,
-    optimizer: str = "adamw",
+    optimizer: Optimizer = "adamw",
     dtype_bytes: int = 2,
-    kernel: str = "",
+    kernel: CallKernel = "",
     execution: Execution = "eager",
     transformers: str = USUAL,
 ) -> Work:
@@ -158,7 +158,7 @@ def _add_dequantized(
 
 
 def _add_optimizer(
-    rows: list[CountedRow], load: Workload, optimizer: str, dtype_bytes: int, moved: list[MemoryCall],
+    rows: list[CountedRow], load: Workload, optimizer: Optimizer, dtype_bytes: int, moved: list[MemoryCall],
     hosted: list[HostCall], is_fused: bool,
 ) -> None:  # fmt: skip
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
@@ -202,7 +202,7 @@ class _Maker:
     """Turns rows of the core into calls."""
 
     def __init__(
-        self, load: Workload, kernel: str, masked: set[str], has_dropout: bool, is_fused: bool, own: str,
+        self, load: Workload, kernel: CallKernel, masked: set[str], has_dropout: bool, is_fused: bool, own: str,
         is_diffusion: bool,
     ) -> None:  # fmt: skip
         self.own = own  # the number format of attention, and of all that has no other
@@ -315,15 +315,15 @@ class _Maker:
             pairs, load = pairs.inner, load.decoder
         module = name_module(block, op)
         window = pairs.window if isinstance(pairs, Pairs) else 0
-        shapes: list[tuple[str, int, int, int, float]] = []
+        shapes: list[tuple[CallMask, int, int, int, float]] = []
         if load.phase == "decode" and isinstance(pairs, Pairs):
             past = load.context + (load.seq + 1) // 2
             shapes = [("decode", load.rows, 1, min(past, window) if window else past, self.steps)]
         elif isinstance(pairs, Expression):
             shapes = self._find_summed(module, pairs, op.times)
         else:
-            for (mask, length), many in pairs.attention_calls(load, op.times).items():
-                shapes.append(self._find_shape(module, pairs, mask, length, many, window))
+            for (kept, length), many in pairs.attention_calls(load, op.times).items():
+                shapes.append(self._find_shape(module, pairs, kept, length, many, window))
         is_padded = not self.is_fused and self.kernel in ("", "cudnn", "flash") and op.qk % _ALIGNED > 0
         kernel, qk, v = self.kernel, op.qk, op.v
         if is_padded:
@@ -339,8 +339,8 @@ class _Maker:
                     self.padded += _pad_heads(call, op.qk)
 
     def _find_shape(
-        self, module: str, pairs: Sum, mask: str, length: int, many: int, window: int
-    ) -> tuple[str, int, int, int, float]:
+        self, module: str, pairs: Sum, mask: Mask, length: int, many: int, window: int
+    ) -> tuple[CallMask, int, int, int, float]:
         """Mask, sequences, queries, keys and calls of attention over `many` sequences of a length."""
         if self.is_fused:
             # One call over all; kernels of training frameworks skip the blocks that no query of a window sees.
@@ -354,7 +354,7 @@ class _Maker:
             mask = "window"
         return mask, 1 if one_by_one else many, length, length, many if one_by_one else 1
 
-    def _find_summed(self, module: str, rows: Expression, times: int) -> list[tuple[str, int, int, int, float]]:
+    def _find_summed(self, module: str, rows: Expression, times: int) -> list[tuple[CallMask, int, int, int, float]]:
         """Calls of an attention op that tells its pairs as a sum over images, clips or rows: all of them alike."""
         load, unit = self.load, rows.unit
         pairs = rows.count(load, "full") * times
@@ -418,7 +418,7 @@ def count_calls(load: Workload) -> int:
 
 # --- recorded operators of several streams ----------------------------------------------------------------------------
 def _list_operators(
-    estimator: Estimator, load: Workload, kernel: str, dtype_bytes: int, transformers: str
+    estimator: Estimator, load: Workload, kernel: CallKernel, dtype_bytes: int, transformers: str
 ) -> Operators:  # fmt: skip
     """Operators of the whole model; an encoder's, a decoder's and an audio tower's each over their own rows."""
     attention = "eager" if kernel == "eager" else "sdpa"

@@ -10,7 +10,9 @@ from flopcalc.base.vocabulary import (
     KERNELS,
     OPTIMIZERS,
     Execution,
+    Kernel,
     Optimizer,
+    PickedKernel,
     Recompute,
     check_word,
 )
@@ -45,7 +47,7 @@ def match_dtype(estimate: Estimate, dtype: str) -> Estimate:
     return sum(each.estimate(load) * times for each, load, times in changed) or estimate
 
 
-def describe_formats(formats: Formats, optimizer: str) -> list[str]:
+def describe_formats(formats: Formats, optimizer: Optimizer) -> list[str]:
     """What a prediction does not know about number formats and optimizers."""
     notes = []
     if formats.weights is not None and formats.weights.name in FOUR_BITS and formats.quantization is None:
@@ -82,7 +84,7 @@ def describe_key_heads(estimator: Estimator) -> list[str]:
     ]
 
 
-def find_kernel(device: Device, dtype: str | None, kernel: str) -> str:
+def find_kernel(device: Device, dtype: str | None, kernel: Kernel) -> PickedKernel:
     """The attention kernel that runs: the one asked for, or what SDPA picks; refused where there is none."""
     dtype = "bf16" if dtype is None else dtype
     if dtype not in _DTYPES:
@@ -124,8 +126,8 @@ def check_optimizer(optimizer: str) -> Optimizer:
 
 
 def settle(
-    estimator: Estimator, kernel: str, execution: Execution, *, is_asked: bool
-) -> tuple[Estimator, str, list[str]]:
+    estimator: Estimator, kernel: PickedKernel, execution: Execution, *, is_asked: bool
+) -> tuple[Estimator, PickedKernel, list[str]]:
     """The estimator and the attention kernel of what really runs, and what is to be said.
 
     HF gives some types no SDPA. Training frameworks have kernels of their own, and recompute a layer as a whole.
@@ -147,8 +149,8 @@ def settle(
 
 
 def settle_estimate(
-    estimate: Estimate, kernel: str, execution: Execution, *, is_asked: bool
-) -> tuple[Estimate, str, list[str]]:
+    estimate: Estimate, kernel: PickedKernel, execution: Execution, *, is_asked: bool
+) -> tuple[Estimate, PickedKernel, list[str]]:
     """The same of an estimate, whose micro-batches all take the kernel of one."""
     settled = [settle(estimator, kernel, execution, is_asked=is_asked) for estimator, _, _ in estimate.terms]
     notes = next((notes for _, _, notes in settled if notes), [])
@@ -169,7 +171,9 @@ def takes_sdpa(estimator: Estimator) -> bool:
     return _name_type(estimator) not in _EAGER and has_sdpa(estimator)
 
 
-def change(estimator: Estimator, *, recompute: Recompute | None = None, kernel: str | None = None) -> Estimator | None:
+def change(
+    estimator: Estimator, *, recompute: Recompute | None = None, kernel: Kernel | None = None
+) -> Estimator | None:
     """The same model under another recomputation or kernel; None where it cannot be made again, as some live models."""
     try:
         return estimator.change(recompute=recompute, attention_kernel=kernel)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, SpecError, format_value
+from flopcalc.base.vocabulary import Convention
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
@@ -114,7 +115,7 @@ class AsRecorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._estimator, name)
 
-    def rows(self, load: Workload, convention: str) -> list[CountedRow]:
+    def rows(self, load: Workload, convention: Convention) -> list[CountedRow]:
         """Its rows under the recorded names."""
         paths = {here.path: own.path for here, own in zip(self._estimator.stages, self.stages, strict=True)}
         return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flopcalc.base.units import format_seconds
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import Execution, Kernel
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time, sum_dtypes
 from flopcalc.core.model.ops import Attend
@@ -68,7 +68,7 @@ def make_roofline(
     device: str,
     dtype: str | None = None,
     execution: Execution = "eager",
-    attention_kernel: str = "auto",
+    attention_kernel: Kernel = "auto",
 ) -> Roofline:
     """Every product and attention call of the step that was counted, on a device."""
     check_execution(execution)

@@ -14,7 +14,7 @@ from flopcalc.base.errors import (
 from flopcalc.base.rows import Rows, shorten, show_rows
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import MAX_SIZE, check_positive, format_bytes, format_seconds
-from flopcalc.base.vocabulary import Execution, check_flag, check_word
+from flopcalc.base.vocabulary import CallKernel, Execution, Kernel, Optimizer, check_flag, check_word
 from flopcalc.core.estimate.estimate import Estimate, Estimator, check_tokens
 from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
@@ -154,11 +154,11 @@ def predict_estimate(
     *,
     device: str,
     dtype: str | None = None,
-    optimizer: str = "adamw",
+    optimizer: Optimizer = "adamw",
     execution: Execution | None = None,
     compiled: bool = False,
     memory: bool = True,
-    attention_kernel: str = "auto",
+    attention_kernel: Kernel = "auto",
     host_factor: float = 1.0,
     pause_s: float = 0.0,
     advise: bool = True,
@@ -229,8 +229,8 @@ def predict_estimate(
 
 
 def find_largest_batch(
-    estimate: Estimate, *, device: str, dtype: str | None = None, optimizer: str = "adamw",
-    attention_kernel: str = "auto", execution: Execution = "eager",
+    estimate: Estimate, *, device: str, dtype: str | None = None, optimizer: Optimizer = "adamw",
+    attention_kernel: Kernel = "auto", execution: Execution = "eager",
 ) -> int | None:  # fmt: skip
     """The largest micro-batch of the same samples that fits, 0 if none does; None where samples differ."""
     estimate = estimate if dtype is None else match_dtype(estimate, dtype)
@@ -246,9 +246,9 @@ class _Settings(NamedTuple):
     """How a step runs, beside what it computes."""
 
     machine: Machine
-    optimizer: str
+    optimizer: Optimizer
     execution: Execution
-    kernel: str
+    kernel: CallKernel
     host_factor: float
     pause_s: float = 0.0
     transformers: str = USUAL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import CallKernel, CallMask, Execution
 from flopcalc.prediction.timeline import Stack
 
 # How tensor parallelism cuts a product: by its outputs, by its inputs, by its experts, or not at all.
@@ -44,7 +44,7 @@ class Attention(NamedTuple):
     module: str
     group: str
     direction: str  # forward, backward
-    mask: str  # causal, full, window, decode
+    mask: CallMask  # causal, full, window, decode
     batch: int  # sequences in one call
     heads: int
     kv_heads: int
@@ -55,7 +55,7 @@ class Attention(NamedTuple):
     window: int = 0
     calls: float = 1
     is_again: bool = False
-    kernel: str = ""  # eager: plain products; flash, efficient, cudnn; without: the one that the device picks
+    kernel: CallKernel = ""  # eager: plain products; flash, efficient, cudnn; without: the one that the device picks
     has_dropout: bool = False  # weights are dropped: another kernel
 
     @property

@@ -11,6 +11,7 @@ from flopcalc.base.errors import WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import wrap
 from flopcalc.base.units import format_flops
+from flopcalc.base.vocabulary import Convention
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import Product, Role, Row
 from flopcalc.core.estimate.estimate import Estimate
@@ -27,7 +28,7 @@ def explain_rows(estimate: Estimate, pattern: str) -> list[dict[str, Any]]:
     return [explain_row(estimate, entry) for entry in found]
 
 
-def format_explanation(convention: str, shown: Sequence[Mapping[str, Any]]) -> str:
+def format_explanation(convention: Convention, shown: Sequence[Mapping[str, Any]]) -> str:
     """The rows of `explain_rows` as text."""
     lines = [f"convention {convention}"]
     for entry in shown:

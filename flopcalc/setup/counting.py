@@ -9,6 +9,7 @@ from flopcalc.base.data import get_stem
 from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_tokens, parse_share
+from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.binding import bind_config, read_recipe
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.estimator import Samples
@@ -49,7 +50,7 @@ class Counted(NamedTuple):
         return list(dict.fromkeys([*self.estimate.notes, *self.notes]))
 
 
-def count_setup(setup: Setup, convention: str | None = None, tracer: Tracer = refuse_trace) -> Counted:
+def count_setup(setup: Setup, convention: Convention | None = None, tracer: Tracer = refuse_trace) -> Counted:
     """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code for a trace."""
     notes = list(setup.notes)
     return count_bound(setup, bind_setup(setup, convention, notes, tracer), notes)
@@ -76,7 +77,7 @@ def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> Counted
 
 
 def bind_setup(
-    setup: Setup, convention: str | None = None, notes: list[str] | None = None, tracer: Tracer = refuse_trace
+    setup: Setup, convention: Convention | None = None, notes: list[str] | None = None, tracer: Tracer = refuse_trace
 ) -> Estimator:
     """The estimator of a setup's model, recipe and formats."""
     notes = [] if notes is None else notes
@@ -91,7 +92,7 @@ def bind_setup(
     )  # fmt: skip
 
 
-def choose_device(setup: Setup, notes: list[str], convention: str | None = None) -> str | None:
+def choose_device(setup: Setup, notes: list[str], convention: Convention | None = None) -> str | None:
     """The device asked for; None without one, or for one that is not in the table but has a peak."""
     name = setup.place.device
     if name is None:
@@ -146,7 +147,8 @@ def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> 
     if work.workload is not None:
         return estimator.estimate(work.workload)
     if work.real_batch is not None:
-        return estimator.estimate_batch(work.real_batch, phase=work.inputs.phase, logits=work.inputs.logits)
+        phase = check_word(work.inputs.phase, PHASES, "phase", WorkloadError)
+        return estimator.estimate_batch(work.real_batch, phase=phase, logits=work.inputs.logits)
     inputs = work.inputs
     if isinstance(estimator, Samples):
         from flopcalc.core.estimate.pipeline import read_inputs  # of diffusion models alone: start-up is counted

@@ -10,6 +10,7 @@ from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError, format
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import describe_suffixes
+from flopcalc.base.vocabulary import Clipping, Convention, Kernel, PipelinePhase
 from flopcalc.core.estimate.inputs import Inputs
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe
@@ -89,9 +90,9 @@ class Setup(Value):
     recipe: Recipe | Mapping[str, Any] | None
     formats: FormatOptions
     place: Place
-    convention: str = "model"
-    attention_kernel: str = "auto"
-    clipping: str | None = None
+    convention: Convention = "model"
+    attention_kernel: Kernel = "auto"
+    clipping: Clipping | None = None
     values: Mapping[str, Any] = {}  # every typed value by field; never changed
     notes: tuple[str, ...] = ()  # on what was written, and what launch files said
     launch: dict[str, Any] | None = None  # what launch files said, for JSON
@@ -216,7 +217,7 @@ def _make_work(values: Mapping[str, Any], workload: object, of_batch: bool) -> W
     return Work(inputs, None, real, values.get("grad_accum"), values.get("global_batch"))
 
 
-def _find_phase(values: Mapping[str, Any]) -> str:
+def _find_phase(values: Mapping[str, Any]) -> PipelinePhase:
     """The phase; sampling steps are asked for in phase sample alone."""
     phase = values.get("phase")
     if values.get("sampling_steps") is None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES
 from flopcalc.base.spelling import KEYWORDS
+from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimator import Estimator
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.setup.counting import Counted, bind_setup, count_bound
@@ -148,7 +149,9 @@ def make_page_setup(page: Page, command: Command) -> Setup:
     return make_setup(command, load_model(page), list_given(page, command))
 
 
-def count_page(page: Page, command: Command = "estimate", convention: str | None = None) -> tuple[Setup, Counted]:
+def count_page(
+    page: Page, command: Command = "estimate", convention: Convention | None = None
+) -> tuple[Setup, Counted]:
     """What a view counts; the last few bound models are kept, so that a slider asks one that is already bound."""
     setup = make_page_setup(page, command)
     notes: list[str] = []

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flopcalc.base.vocabulary import Recompute
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.predictor.runs import cut_config
 
@@ -32,7 +33,7 @@ class Step(NamedTuple):
 
     batch: int
     seq: int
-    recompute: str = "none"
+    recompute: Recompute = "none"
     is_small: bool = False
 
 

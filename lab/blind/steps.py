@@ -42,6 +42,7 @@ import decode_steps
 from expert_steps import find_routes
 from predict_error import calibrated_here
 
+from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.predictor.fit.cases import ModelledCase, model_cases
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 from flopcalc.prediction.kernels.constants import FOLLOWS
@@ -464,7 +465,7 @@ def measure_pieces(out: Path, limits: Limits) -> None:
     path = out / "blind_pieces.json"
     kept = Kept(path, limits.device)
     bench = Bench(limits.device)
-    asked = [(m, n, k, way) for m in _ROWS for n, k in dict.fromkeys(_WIDTHS) for way in ("forward", "dgrad", "wgrad")]
+    asked = [(m, n, k, way) for m in _ROWS for n, k in dict.fromkeys(_WIDTHS) for way in DIRECTIONS]
     random.Random(25).shuffle(asked)
     asked = asked[:2] if limits.is_tiny else asked
     for m, n, k, way in asked:

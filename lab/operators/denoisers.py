@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flopcalc.base.vocabulary import PHASES as STEP_PHASES
+from flopcalc.base.vocabulary import check_word
 from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import bind_model
@@ -78,7 +80,7 @@ DENOISERS = {
 
 
 def make_load(sample: Sample, phase: str) -> Workload:
-    name = "train" if phase == "flow" else phase
+    name = check_word("train" if phase == "flow" else phase, STEP_PHASES, "phase")
     return Workload(sample.batch, sample.text, phase=name, grids=(sample.grid,) * sample.batch)
 
 

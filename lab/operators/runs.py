@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flopcalc.base.vocabulary import PHASES as STEP_PHASES
+from flopcalc.base.vocabulary import check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload, make_workload
@@ -78,7 +80,7 @@ def make_load(workload: Json, phase: str) -> Workload:
     grids = [grid for _ in range(workload["batch"]) for grid in workload.get("images", [])]
     return make_workload(
         workload["batch"], workload["seq"], image_grid_thw=grids or None, context=workload.get("context"),
-        phase="train" if phase == "flow" else phase,
+        phase=check_word("train" if phase == "flow" else phase, STEP_PHASES, "phase"),
     )  # fmt: skip
 
 

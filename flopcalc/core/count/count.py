@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.vocabulary import Clipping, Recompute
 from flopcalc.core.count.formulas import (
     KernelShape,
     adapter_flops,
@@ -55,10 +56,10 @@ class Mode(Value):
     has_images: bool = False
     has_audio: bool = False
     is_fused: bool = False  # attention in one kernel: its backward recomputes the scores
-    recompute: str = "none"  # effective: 'none' outside convention hardware
+    recompute: Recompute = "none"  # effective: 'none' outside convention hardware
     shapes: tuple[tuple[tuple[int, int], KernelShape], ...] = ()  # (qk, v) -> what was measured of the kernel
     is_hardware: bool = False  # counts what is recomputed
-    clipping: str = "none"  # effective likewise
+    clipping: Clipping = "none"  # effective likewise
     is_functorch: bool = False  # its linear layers but the head are no torch.nn.Linear, which Opacus knows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flopcalc.base.vocabulary import Mask
 from flopcalc.core.model.ops import Attend, Embed, Linear
 from flopcalc.core.workload.pairs import block_pairs
 from flopcalc.hardware.attention_shape import KernelShape as KernelShape
@@ -35,7 +36,7 @@ def fused_backward_flops(op: Attend, shape: KernelShape) -> int:
     return (3 * score_flops(op) + 2 * value_flops(op)) * shape.pad_backward[0] // shape.pad_backward[1]
 
 
-def fused_call_flops(op: Attend, shape: KernelShape, mask: str, length: int) -> tuple[int, int]:
+def fused_call_flops(op: Attend, shape: KernelShape, mask: Mask, length: int) -> tuple[int, int]:
     """Forward and backward of one fused call by the kernel's constants: pairs in blocks, head dims padded."""
     full = length * length
     forward = block_pairs(length, 0, shape.block_forward) if mask == "causal" else full

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flopcalc.base.errors import ConfigError, RecipeError, SpecError, format_value
 from flopcalc.base.files import read_path
 from flopcalc.base.spelling import spell
-from flopcalc.base.vocabulary import KERNELS, check_flag, check_word
+from flopcalc.base.vocabulary import KERNELS, Clipping, Convention, Kernel, check_flag, check_word
 from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import is_pipeline
@@ -29,14 +29,14 @@ def bind_config(
     model: object,
     *,
     recipe: Recipe | Mapping[str, object] | None = None,
-    convention: str = "model",
-    attention_kernel: str = "auto",
+    convention: Convention = "model",
+    attention_kernel: Kernel = "auto",
     device: str | None = None,
     dtype: str | None = None,
     formats: FormatOptions = FormatOptions(),  # noqa: B008
     spec: str | os.PathLike[str] | None = None,
     download: bool = False,
-    clipping: str | None = None,
+    clipping: Clipping | None = None,
     model_type: str | None = None,
     head: str | None = None,
     mtp: int | bool | None = None,

@@ -8,6 +8,7 @@ from collections import Counter
 from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError
 from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import Phase
 from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.live import unwrap
@@ -134,7 +135,7 @@ def _check_images(model: BoundModel, load: Workload) -> Workload:
     return load
 
 
-def _check_decodes(model: BoundModel, phase: str) -> None:
+def _check_decodes(model: BoundModel, phase: Phase) -> None:
     """An encoder reads the whole text at once: it has no cache to fill or to read."""
     if model.has_decoder:
         return

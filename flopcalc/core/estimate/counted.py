@@ -11,7 +11,19 @@ from flopcalc.base.errors import FlopcalcError, RecipeError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_flops, format_parameters
-from flopcalc.base.vocabulary import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
+from flopcalc.base.vocabulary import (
+    CONVENTIONS,
+    KERNELS,
+    RECOMPUTE,
+    Clipping,
+    Convention,
+    Counting,
+    Kernel,
+    Phase,
+    PickedKernel,
+    Recompute,
+    check_word,
+)
 from flopcalc.core.count.count import Mode, count
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import Block, CountedRow, Weights, sum_formats, sum_products
@@ -60,10 +72,10 @@ class CountedEstimator(Estimator):
         self,
         model: BoundModel,
         recipe: Recipe | None = None,
-        convention: str = "model",
-        attention_kernel: str = "auto",
+        convention: Convention = "model",
+        attention_kernel: Kernel = "auto",
         device: Device | None = None,
-        clipping: str | None = None,
+        clipping: Clipping | None = None,
         formats: Formats | None = None,
         asked: FormatOptions = FormatOptions(),  # noqa: B008
     ) -> None:
@@ -83,7 +95,7 @@ class CountedEstimator(Estimator):
             raise RecipeError(f"diffusers' gradient checkpointing is not reentrant: {spell('recompute', 'full')}")
         self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked)
         self.asked_kernel = attention_kernel
-        self.attention_kernel = (
+        self.attention_kernel: PickedKernel = (
             find_sdpa(device, self.formats.attention) if attention_kernel == "auto" else attention_kernel
         )
         self.kernel_table, self.tile_table = self._find_tables()
@@ -95,7 +107,7 @@ class CountedEstimator(Estimator):
         self._is_functorch = self._clips and find_clipping(self.spec.name) == "functorch"
         self._resolver = Resolver(self.recipe, self.stages)
         self._coefficients: dict[Mode, Coefficients] = {}
-        self._chosen: dict[tuple[bool, bool, str], tuple[Coefficients, str]] = {}
+        self._chosen: dict[tuple[bool, bool, Convention], tuple[Coefficients, Counting]] = {}
         if not self._resolver.is_trivial:
             self._count_mode(True, True, convention)
             if self.recipe.trained is None:
@@ -104,8 +116,8 @@ class CountedEstimator(Estimator):
             check_clipping_recipe(model, self.recipe, self._resolver)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None, device: Device | None = None,
+        self, *, recompute: Recompute | None = None, convention: Convention | None = None,
+        attention_kernel: Kernel | None = None, compute: str | None = None, device: Device | None = None,
     ) -> CountedEstimator:  # fmt: skip
         """The same model and what trains of it, under another recomputation, convention, kernel, format or device."""
         again = self.recipe.recompute
@@ -124,7 +136,7 @@ class CountedEstimator(Estimator):
         self,
         batch: Mapping[str, object],
         *,
-        phase: str = "train",
+        phase: Phase = "train",
         logits: int | str | None = None,
         read_device: bool = True,
     ) -> Estimate:
@@ -169,7 +181,7 @@ class CountedEstimator(Estimator):
     def count_visual_tokens(self, load: Workload) -> int:
         return self.model.count_visual_tokens(load)
 
-    def count(self, load: Workload, convention: str) -> Flops:
+    def count(self, load: Workload, convention: Convention) -> Flops:
         """FLOPs of one step under a convention."""
         coefficients, counting = self._choose(load, convention)
         forward = backward = recompute = clipping = 0
@@ -185,7 +197,7 @@ class CountedEstimator(Estimator):
                 total += padding.flops * padding.block.copies
         return total if load.phase == "train" else Flops(total.forward)
 
-    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]:
+    def count_formats(self, load: Workload, convention: Convention) -> dict[str, Flops]:
         """The same FLOPs by the format that they are computed in."""
         coefficients, counting = self._choose(load, convention)
         if len(coefficients.by_format) == 1:
@@ -212,7 +224,7 @@ class CountedEstimator(Estimator):
                     found[held.format] = before.add(held, block.copies)
         return sorted(found.values(), key=lambda held: -held.total_bytes)
 
-    def rows(self, load: Workload, convention: str) -> list[CountedRow]:
+    def rows(self, load: Workload, convention: Convention) -> list[CountedRow]:
         """Every row of the model with the values of its sums under a convention."""
         coefficients, counting = self._choose(load, convention)
         rows = [
@@ -298,7 +310,7 @@ class CountedEstimator(Estimator):
 
         return find_kernel_table(self.device.id, self.attention_kernel), find_tile_table(self.device.id)
 
-    def _list_padding(self, coefficients: Coefficients, load: Workload, counting: str) -> list[CountedRow]:
+    def _list_padding(self, coefficients: Coefficients, load: Workload, counting: Counting) -> list[CountedRow]:
         if self.attention_kernel == "eager":
             return []
         return list_padding(
@@ -315,20 +327,22 @@ class CountedEstimator(Estimator):
 
         return describe(self.source.config, self.stages)
 
-    def _choose(self, load: Workload, convention: str) -> tuple[Coefficients, str]:
+    def _choose(self, load: Workload, convention: Convention) -> tuple[Coefficients, Counting]:
         """The coefficients for a workload, and how its sums are to be counted."""
         check_word(convention, CONVENTIONS, "convention")
         check_load(load)
         key = (bool(load.grids or load.videos), bool(load.clips), convention)
         found = self._chosen.get(key)
         if found is None:
-            counting = convention
+            counting: Counting
             if convention == "hardware":
                 counting = "full" if self.attention_kernel == "eager" else self.attention_kernel
+            else:
+                counting = convention
             found = self._chosen[key] = (self._count_mode(*key), counting)
         return found
 
-    def _count_mode(self, has_images: bool, has_audio: bool, convention: str) -> Coefficients:
+    def _count_mode(self, has_images: bool, has_audio: bool, convention: Convention) -> Coefficients:
         is_hardware = convention == "hardware"
         mode = Mode(
             has_images,
@@ -373,7 +387,7 @@ def _save_head(model: BoundModel, lora: Lora) -> Lora:
     return replace(lora, save=(*lora.save, *dict.fromkeys(added)))
 
 
-def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: str | None) -> Recipe:
+def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: Clipping | None) -> Recipe:
     """The recipe that holds: a live model says itself what trains, a recipe what it cannot say."""
     if model.source.module is not None and (recipe is None or recipe.trained is None):
         if recipe is not None and (recipe.freeze or recipe.train_only or recipe.lora):

@@ -9,7 +9,7 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.rows import Rows, Table, shorten, show_rows
 from flopcalc.base.units import check_size, format_flops, format_parameters, format_share
-from flopcalc.base.vocabulary import BY, CONVENTIONS, check_flag, check_word
+from flopcalc.base.vocabulary import BY, CONVENTIONS, Convention, PickedKernel, check_flag, check_word
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.estimator import Estimator as Estimator
@@ -86,11 +86,11 @@ class Estimate(Value):
         return self.flops.total
 
     @property
-    def convention(self) -> str:
+    def convention(self) -> Convention:
         return self.terms[0][0].convention
 
     @property
-    def attention_kernel(self) -> str:
+    def attention_kernel(self) -> PickedKernel:
         return self.terms[0][0].attention_kernel
 
     @property
@@ -157,7 +157,7 @@ class Estimate(Value):
         moved = sum(each.change(device=device).estimate(load) * times for each, load, times in self.terms) or self
         return moved.replace(gpus=self.gpus, replicas=self.replicas)
 
-    def total_under(self, convention: str) -> int:
+    def total_under(self, convention: Convention) -> int:
         """The total FLOPs of the same work under another convention."""
         check_word(convention, CONVENTIONS, "convention")
         return sum(sum(estimator.count(load, convention)) * times for estimator, load, times in self.terms)
@@ -194,7 +194,7 @@ class Estimate(Value):
         """Kind of operation (linear, conv, attend, …) -> forward, backward, recomputed, clipping FLOPs."""
         return self._sum_by(lambda op: op.kind)
 
-    def by_dtype(self, convention: str | None = None) -> dict[str, Flops]:
+    def by_dtype(self, convention: Convention | None = None) -> dict[str, Flops]:
         """Number format -> FLOPs of the products that are computed in it, most first; under the own convention."""
         own = self.convention if convention is None else check_word(convention, CONVENTIONS, "convention")
         sums: dict[str, Flops] = {}
@@ -431,7 +431,7 @@ class Estimate(Value):
     def describe(self) -> str:
         """The work in one line: phase, sizes, what trains."""
         estimator, load, times = self.terms[0]
-        pieces = [load.phase]
+        pieces: list[str] = [load.phase]
         if self.pipeline is not None:
             pieces = self.pipeline.describe(load.rows)
             times = times if self.pipeline.phase == "train" else 1

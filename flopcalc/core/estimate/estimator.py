@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_check
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size
-from flopcalc.base.vocabulary import Recompute
+from flopcalc.base.vocabulary import Convention, Kernel, Phase, PickedKernel, PipelinePhase, Recompute
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.model.config import Source
@@ -33,8 +33,8 @@ class Identity(NamedTuple):
 
     name: str
     recipe: Recipe
-    convention: str
-    attention_kernel: str
+    convention: Convention
+    attention_kernel: PickedKernel
     formats: Formats
     device: str | None = None
     stages: tuple[Stage, ...] = ()
@@ -60,8 +60,8 @@ class Estimator(Protocol):
     renamed: tuple[str, str] | None  # with another head than the spec's: the body's module there, and here
     needs_text: bool = True  # False: images alone are a workload
     recipe: Recipe
-    convention: str
-    attention_kernel: str
+    convention: Convention
+    attention_kernel: PickedKernel
     formats: Formats
     identity: Identity
 
@@ -75,7 +75,7 @@ class Estimator(Protocol):
         video_grid_thw: object = None,
         lengths: Iterable[int] | None = None,
         batch: Mapping[str, object] | None = None,
-        phase: str = "train",
+        phase: Phase = "train",
         context: int | None = None,
         logits: int | str | None = None,
         decoder_seq_len: int | None = None,
@@ -132,23 +132,23 @@ class Estimator(Protocol):
         self,
         batch: Mapping[str, object],
         *,
-        phase: str = "train",
+        phase: Phase = "train",
         logits: int | str | None = None,
         read_device: bool = True,
     ) -> Estimate: ...
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None, device: Device | None = None,
+        self, *, recompute: Recompute | None = None, convention: Convention | None = None,
+        attention_kernel: Kernel | None = None, compute: str | None = None, device: Device | None = None,
     ) -> Estimator: ...  # fmt: skip
 
-    def count(self, load: Workload, convention: str) -> Flops: ...
+    def count(self, load: Workload, convention: Convention) -> Flops: ...
 
-    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]: ...
+    def count_formats(self, load: Workload, convention: Convention) -> dict[str, Flops]: ...
 
     def count_weights(self) -> list[Weights]: ...
 
-    def rows(self, load: Workload, convention: str) -> list[CountedRow]: ...
+    def rows(self, load: Workload, convention: Convention) -> list[CountedRow]: ...
 
     def parameters(self) -> dict[str, int]: ...
 
@@ -217,13 +217,14 @@ class Samples(Protocol):
     def ask(self, asked: object) -> Estimate: ...
 
 
-def check_no_sampling(name: str, phase: str, **asked: object) -> None:
+def check_no_sampling(name: str, phase: PipelinePhase, **asked: object) -> Phase:
     """What is said of diffusion models alone is refused for any other."""
     for field, value in asked.items():
         if value is not None:
             raise WorkloadError(f"{spell(field)} belongs to diffusion models: {name} is none")
     if isinstance(phase, str) and phase == "sample":
         raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
+    return phase
 
 
 def check_no_sizes(batch_size: int, *others: object) -> None:

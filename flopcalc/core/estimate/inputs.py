@@ -8,6 +8,7 @@ from flopcalc.base.errors import WorkloadError
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items
+from flopcalc.base.vocabulary import PipelinePhase
 from flopcalc.core.estimate.checks import ask_for_images
 from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sampling
 from flopcalc.core.model.vision import Vision
@@ -32,7 +33,7 @@ class Inputs(Value):
     max_pixels: int | None = None  # the processor's, instead of its config's
     audio: tuple[float, ...] = ()  # seconds
     clips: tuple[int, ...] | None = None  # the same in frames of the feature extractor; of the whole batch
-    phase: str = "train"
+    phase: PipelinePhase = "train"
     context: int | None = None
     logits: int | str | None = None
     sampling_steps: int | None = None  # these of diffusion models alone
@@ -43,9 +44,13 @@ class Inputs(Value):
 
 def make_load(estimator: Estimator, inputs: Inputs) -> tuple[Workload, list[str]]:
     """The workload of a batch of such samples, and notes on what was assumed."""
-    batch, phase = inputs.batch or 1, inputs.phase
-    check_no_sampling(
-        estimator.source.name, phase, sampling_steps=inputs.sampling_steps, guidance=inputs.guidance, parts=inputs.parts
+    batch = inputs.batch or 1
+    phase = check_no_sampling(
+        estimator.source.name,
+        inputs.phase,
+        sampling_steps=inputs.sampling_steps,
+        guidance=inputs.guidance,
+        parts=inputs.parts,
     )
     images, videos, notes = _cut_images(estimator, inputs)
     is_text = estimator.vision is None or estimator.has_text_encoder or estimator.has_decoder

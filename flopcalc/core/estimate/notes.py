@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flopcalc.base.errors import format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import Mask
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import BoundModel, find_architecture
@@ -139,7 +140,7 @@ def describe_kernels(
         rule = f"causal attention counted in blocks of 128, no measured table{backward}"
         notes.append(f"kernel {estimator.attention_kernel}: {rule}")
     elif load.phase != "decode" and kernels is not None:
-        asked: dict[tuple[int, int], set[tuple[str, int]]] = {}
+        asked: dict[tuple[int, int], set[tuple[Mask, int]]] = {}
         for _, row, values in estimator.rows(load, "hardware"):
             if isinstance(row.op, Attend) and row.find("padding") is None and any(values):
                 calls = row.op.rows.attention_calls(load, row.op.times)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from flopcalc.base.vocabulary import Clipping, Counting
 from flopcalc.core.count.formulas import KernelShape, fused_call_flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row
 from flopcalc.core.model.ops import Attend, Conv, Linear
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 def list_padding(
     blocks: Iterable[Block],
     load: Workload,
-    counting: str,
+    counting: Counting,
     kernels: KernelTable | None,
     tiles: TileTable | None,
-    clipping: str,
+    clipping: Clipping,
     routed: RandomModel | None = None,
 ) -> list[CountedRow]:
     """Padding of a fused kernel's calls, of plain products and of experts, from a device's tables or by their model."""
@@ -45,7 +46,7 @@ def _list_tiles(
     tiles: TileTable,
     blocks: Iterable[Block],
     load: Workload,
-    counting: str,
+    counting: Counting,
     twice: bool,
     routed: RandomModel | None,
 ) -> Iterator[CountedRow]:
@@ -90,7 +91,7 @@ def _find_steps(
 
 
 def _list_ragged(
-    table: KernelTable, blocks: Iterable[Block], load: Workload, counting: str, twice: bool
+    table: KernelTable, blocks: Iterable[Block], load: Workload, counting: Counting, twice: bool
 ) -> Iterator[CountedRow]:
     """Attention over lengths that fill no whole block: what was measured of exactly that call, less the formula."""
     shapes = dict(table.shapes)
@@ -109,11 +110,8 @@ def _list_ragged(
                 if measured is None:
                     continue
                 counted = fused_call_flops(op.replace(heads=1, times=1), shape, mask, length)
-                forward, backward = (
-                    (measured[direction] - flops) * op.heads
-                    for direction, flops in zip(("forward", "backward"), counted, strict=True)
-                )
-                backward = backward if has_backward else 0
+                forward = (measured["forward"] - counted[0]) * op.heads
+                backward = (measured["backward"] - counted[1]) * op.heads if has_backward else 0
                 if forward or backward:
                     yield _make_row(block, op, fused, forward, backward, twice, calls)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import ConfigError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size
-from flopcalc.base.vocabulary import PIPELINE_PHASES, Recompute, check_word
+from flopcalc.base.vocabulary import PIPELINE_PHASES, Convention, Kernel, Phase, PipelinePhase, Recompute, check_word
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.counted import CountedEstimator
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
     steps: int | None = None
     guidance: bool | None = None
     parts: tuple[str, ...] | None = None
-    phase: str = "train"
+    phase: PipelinePhase = "train"
 
 
 class PipelineEstimator(Estimator):
@@ -100,7 +100,7 @@ class PipelineEstimator(Estimator):
             )
 
         if "denoiser" in chosen:
-            load = Workload(batch, read, phase="forward" if samples else phase, grids=(grid,) * batch)
+            load = Workload(batch, read, phase="forward" if phase == "sample" else phase, grids=(grid,) * batch)
             if first:
                 name = pipeline.denoiser if pipeline is not None else _DENOISER
                 add(name, _DENOISER, self.denoiser.estimate(load) * (first * passes))
@@ -234,15 +234,15 @@ class PipelineEstimator(Estimator):
         return self.denoiser.estimate(load, notes)
 
     def estimate_batch(
-        self, batch: Mapping[str, object], *, phase: str = "train", logits: int | str | None = None,
+        self, batch: Mapping[str, object], *, phase: Phase = "train", logits: int | str | None = None,
         read_device: bool = True,
     ) -> Estimate:  # fmt: skip
         """FLOPs of one step of the denoiser on what its forward is given."""
         return self.denoiser.estimate_batch(batch, phase=phase, logits=logits, read_device=read_device)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None, device: Device | None = None,
+        self, *, recompute: Recompute | None = None, convention: Convention | None = None,
+        attention_kernel: Kernel | None = None, compute: str | None = None, device: Device | None = None,
     ) -> PipelineEstimator:  # fmt: skip
         changes: dict[str, Any] = {
             "convention": convention, "attention_kernel": attention_kernel, "compute": compute, "device": device,
@@ -251,16 +251,16 @@ class PipelineEstimator(Estimator):
         denoiser = self.denoiser.change(recompute=recompute, **changes)
         return PipelineEstimator(denoiser, self.pipeline, parts, self.uncounted)
 
-    def count(self, load: Workload, convention: str) -> Flops:
+    def count(self, load: Workload, convention: Convention) -> Flops:
         return self.denoiser.count(load, convention)
 
-    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]:
+    def count_formats(self, load: Workload, convention: Convention) -> dict[str, Flops]:
         return self.denoiser.count_formats(load, convention)
 
     def count_weights(self) -> list[Weights]:
         return self.denoiser.count_weights()
 
-    def rows(self, load: Workload, convention: str) -> list[CountedRow]:
+    def rows(self, load: Workload, convention: Convention) -> list[CountedRow]:
         return self.denoiser.rows(load, convention)
 
     def parameters(self) -> dict[str, int]:
@@ -284,7 +284,7 @@ class PipelineEstimator(Estimator):
 def read_asked(
     estimator: Estimator, batch_size: int = 1, seq_len: int | None = None, *, images: Iterable[object] | None = None,
     videos: Iterable[object] | None = None, text: int | None = None, sampling_steps: int | None = None,
-    guidance: bool | str | None = None, parts: Iterable[str] | str | None = None, phase: str = "train",
+    guidance: bool | str | None = None, parts: Iterable[str] | str | None = None, phase: PipelinePhase = "train",
     **others: object,
 ) -> Asked:  # fmt: skip
     """What estimate_flops' keywords say of a diffusion model; `sampling_steps` alone means phase sample."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import FlopcalcError, SpecError, format_nearest, format_value
-from flopcalc.base.vocabulary import CONVENTIONS
+from flopcalc.base.vocabulary import CONVENTIONS, Convention
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.model.config import Source
@@ -62,9 +62,9 @@ class Estimating(Protocol):
     source: Source
     spec: Spec
 
-    def rows(self, load: Workload, convention: str) -> list[CountedRow]: ...
+    def rows(self, load: Workload, convention: Convention) -> list[CountedRow]: ...
 
-    def count(self, load: Workload, convention: str) -> Flops: ...
+    def count(self, load: Workload, convention: Convention) -> Flops: ...
 
     def parameters(self) -> dict[str, int]: ...
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import FlopcalcError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_amount, format_tokens, parse_tokens
+from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.utilization import find_ideal_time, find_step_time, sum_dtypes
 from flopcalc.core.estimate.utilization import mfu as find_mfu
@@ -79,7 +80,7 @@ def count_run(
         seconds = find_step_time(estimate, step_time_s, tokens_per_second)
         share = find_mfu(estimate, seconds, device=device, dtype=dtype, peak=peak).value
         return Run(total, steps, flops, steps * seconds * gpus / 3600, share, gpus=gpus)
-    convention = "full" if estimate.convention == "full" else "model"
+    convention: Convention = "full" if estimate.convention == "full" else "model"
     ideal = find_ideal_time(sum_dtypes(estimate, convention), device=device, dtype=dtype, peak=peak)
     rate = ideal.peak_flops_per_s
     if rate is None:

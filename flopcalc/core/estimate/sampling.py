@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from flopcalc.base.vocabulary import PipelinePhase
 from flopcalc.core.count.flops import Flops
 
 
@@ -20,7 +21,7 @@ class PartRun(NamedTuple):
 class Sampling(NamedTuple):
     """A training step or the sampling of a diffusion pipeline: what was asked of it, part by part."""
 
-    phase: str
+    phase: PipelinePhase
     width: int
     height: int
     frames: int

@@ -17,7 +17,7 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.base.spelling import spell
 from flopcalc.base.validate import FROM_0, Each, Rule, find_fault
-from flopcalc.base.vocabulary import PHASES, Recompute
+from flopcalc.base.vocabulary import PHASES, Convention, Kernel, Phase, PipelinePhase, Recompute
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
 from flopcalc.core.estimate.estimate import Estimate, Term
@@ -50,7 +50,7 @@ WHY_FULL = (
 class Polynomials(NamedTuple):
     """Per phase and kind of workload: FLOPs of every module as exact sums of coefficient x monomial."""
 
-    phase: str
+    phase: Phase
     has_images: bool
     monomials: tuple[str, ...]  # expressions in b, n, c, images, patches, pairs
     rows: dict[str, tuple[tuple[Fraction, ...], ...]]  # module path -> forward, backward, recompute coefficients
@@ -121,8 +121,8 @@ class TracedEstimator(Estimator):
         return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None, device: Device | None = None,
+        self, *, recompute: Recompute | None = None, convention: Convention | None = None,
+        attention_kernel: Kernel | None = None, compute: str | None = None, device: Device | None = None,
     ) -> TracedEstimator:  # fmt: skip
         if recompute or convention != "full" or attention_kernel != "eager" or compute or device:
             raise FlopcalcError(WHY_FULL)
@@ -132,7 +132,7 @@ class TracedEstimator(Estimator):
         self,
         batch: Mapping[str, object],
         *,
-        phase: str = "train",
+        phase: Phase = "train",
         logits: int | str | None = None,
         read_device: bool = True,
     ) -> Estimate:
@@ -183,7 +183,7 @@ class TracedEstimator(Estimator):
             self._siblings[key] = self._retrace(shapes)
         return self._siblings[key]
 
-    def count(self, load: Workload, convention: str) -> Flops:
+    def count(self, load: Workload, convention: Convention) -> Flops:
         found = self._find(load, convention)
         values = [_sum_monomial(text, load) for text in found.monomials]
         key = (found.phase, found.has_images)
@@ -191,14 +191,14 @@ class TracedEstimator(Estimator):
             self._totals[key] = _add_rows(found)
         return _sum_terms("the model", self._totals[key], values)
 
-    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]:
+    def count_formats(self, load: Workload, convention: Convention) -> dict[str, Flops]:
         return {self.formats.attention: self.count(load, convention)}
 
     def count_weights(self) -> list[Weights]:
         total, plain = self.traced.parameters["total"], make_plain(self.formats.model)
         return [Weights(plain.name, total, plain.count_bytes(1, total)[0])]
 
-    def rows(self, load: Workload, convention: str) -> list[CountedRow]:
+    def rows(self, load: Workload, convention: Convention) -> list[CountedRow]:
         found = self._find(load, convention)
         values = [_sum_monomial(text, load) for text in found.monomials]
         return [_make_row(path, _sum_terms(path, coefficients, values)) for path, coefficients in found.rows.items()]
@@ -236,7 +236,7 @@ class TracedEstimator(Estimator):
         merge = int(visual.get("merge", 1))
         return sum(t * h * w for t, h, w in load.all_grids) // merge**2
 
-    def _find(self, load: Workload, convention: str) -> Polynomials:
+    def _find(self, load: Workload, convention: Convention) -> Polynomials:
         if convention != "full":
             raise FlopcalcError(WHY_FULL)
         has_images = bool(load.all_grids)
@@ -339,7 +339,7 @@ def read_versions() -> dict[str, str]:
     return found
 
 
-def make_trace_key(source: Source, recipe: Recipe, phase: str, has_images: bool) -> str:
+def make_trace_key(source: Source, recipe: Recipe, phase: PipelinePhase, has_images: bool) -> str:
     """The name under which the trace of a config is kept."""
     identity = {"config": source.config, "recipe": recipe.to_dict(), "phase": phase, "images": has_images}
     return make_key({**identity, **read_versions()})

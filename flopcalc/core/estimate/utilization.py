@@ -11,6 +11,7 @@ from flopcalc.base.number_formats import find_computed
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive as check_positive
 from flopcalc.base.units import check_size, format_rate
+from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimate, check_estimate
 from flopcalc.hardware.devices import (
     Device,
@@ -136,12 +137,12 @@ def hfu(
     return share_peak(ideal, "HFU", seconds, devices)
 
 
-def sum_dtypes(estimate: Estimate, convention: str) -> dict[str, int]:
+def sum_dtypes(estimate: Estimate, convention: Convention) -> dict[str, int]:
     """Number format -> all FLOPs of a step that are computed in it, under a convention."""
     return {name: flops.total for name, flops in estimate.by_dtype(convention).items()}
 
 
-def _choose_convention(estimate: Estimate) -> str:
+def _choose_convention(estimate: Estimate) -> Convention:
     return "full" if estimate.convention == "full" else "model"
 
 

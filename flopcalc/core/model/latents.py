@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flopcalc.base.errors import ConfigError, WorkloadError, format_value
-from flopcalc.base.vocabulary import PHASES, check_word
+from flopcalc.base.vocabulary import PHASES, Phase, check_word
 from flopcalc.core.spec.spec import BoundDims
 from flopcalc.core.workload.workload import Grid, Workload
 
@@ -61,7 +61,7 @@ class Latents(NamedTuple):
             raise WorkloadError(f"{frames} frames: one frame, and then a multiple of {step}")
         return (frames - 1) // step + 1
 
-    def read_batch(self, batch: Mapping[str, object], phase: str) -> Workload:
+    def read_batch(self, batch: Mapping[str, object], phase: Phase) -> Workload:
         """The workload of what the denoiser's forward is given."""
         if not isinstance(batch, Mapping):
             raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")

@@ -104,14 +104,14 @@ def make_recipe(
     freeze: str | Iterable[str] = (),
     train_only: str | Iterable[str] = (),
     lora: Lora | Mapping[str, object] | str | None = None,
-    recompute: str = "none",
-    clipping: str = "none",
+    recompute: Recompute = "none",
+    clipping: Clipping = "none",
 ) -> Recipe:
     """A Recipe from plain arguments, checked as the class checks them."""
     return Recipe(freeze, train_only, lora, recompute, clipping=clipping)  # type: ignore[arg-type]  # it converts them
 
 
-def check_clipping(clipping: str, recompute: Recompute) -> None:
+def check_clipping(clipping: Clipping, recompute: Recompute) -> None:
     """Opacus works in module hooks, which checkpointing runs twice or not at all: what goes wrong there is refused."""
     check_word(clipping, CLIPPING, "clipping", RecipeError)
     if clipping in ("ghost", "fast") and recompute != "none":

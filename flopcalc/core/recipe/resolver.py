@@ -8,7 +8,7 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from flopcalc.base.errors import RecipeError, format_value
-from flopcalc.base.vocabulary import GROUPS
+from flopcalc.base.vocabulary import GROUPS, Clipping
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import REGEX, Adapter, Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
@@ -232,7 +232,7 @@ class Resolver:
             raise RecipeError("lora: every target is in save too, and PEFT adapts nothing that it saves")
 
 
-def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: str) -> None:
+def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: Clipping) -> None:
     """Every module that trains must be one whose clipping was proven by a count; an error names the first other."""
     trains_any = False
     for stage in stages:
@@ -253,7 +253,7 @@ def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: str) 
         raise RecipeError(f"clipping {clipping}: nothing trains under this recipe, so there is nothing to clip")
 
 
-def _find_obstacle(op: Weighted, state: State, is_dead: bool, clipping: str) -> str:
+def _find_obstacle(op: Weighted, state: State, is_dead: bool, clipping: Clipping) -> str:
     """Why Opacus cannot clip a module that trains, or why its count is not proven; empty if neither."""
     advice = "; freeze it, or leave clipping out"
     if clipping == "ghost" and op.tied and state.weight and not state.saved_copy:

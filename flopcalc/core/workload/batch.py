@@ -8,14 +8,14 @@ from typing import Any
 
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.units import check_size
-from flopcalc.base.vocabulary import PHASES, check_word
+from flopcalc.base.vocabulary import PHASES, Phase, check_word
 from flopcalc.core.workload.workload import Grid, Workload, check_logits, read_grids
 
 
 def read_batch(
     batch: Mapping[str, Any],
     *,
-    phase: str = "train",
+    phase: Phase = "train",
     logits: int | str | None = None,
     read_device: bool = True,
     has_decoder: bool = False,
@@ -115,7 +115,7 @@ def _read_clips(
 
 
 def _read_decoder(
-    batch: Mapping[str, Any], rows: int, phase: str, logits: int | str | None, is_readable: Any, notes: list[str]
+    batch: Mapping[str, Any], rows: int, phase: Phase, logits: int | str | None, is_readable: Any, notes: list[str]
 ) -> Workload:
     """The decoder's side: its ids, or the labels that HF shifts into them."""
     labels = batch.get("labels")

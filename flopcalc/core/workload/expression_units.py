@@ -9,13 +9,14 @@ from typing import TypeAlias
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import Counting
 from flopcalc.core.workload.workload import Grid, Workload
 
 # Names with their values in one unit.
 Values: TypeAlias = tuple[tuple[str, int], ...]
 
 
-def list_units(unit: str, load: Workload, counting: str) -> list[tuple[Values, int]]:
+def list_units(unit: str, load: Workload, counting: Counting) -> list[tuple[Values, int]]:
     """(names with values, how many units have them)."""
     grids = load.all_grids
     if load.decoder is not None and load.phase == "decode" and unit != "decoder":
@@ -80,7 +81,7 @@ def name_sequence(length: int, is_training: bool, shared: Values) -> Values:
 
 
 def _list_decoder(
-    load: Workload, encoder: Workload, counting: str
+    load: Workload, encoder: Workload, counting: Counting
 ) -> list[tuple[Values, int]]:  # fmt: skip
     """As list_units: every row of the decoder with the length of its encoder's."""
     frames = encoder.clips if counting == "model" else (max(encoder.clips, default=0),) * len(encoder.clips)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from flopcalc.base.errors import SpecError, format_value
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.vocabulary import Convention, Counting, Mask
 from flopcalc.core.spec.expressions import Names, evaluate
 from flopcalc.core.workload.expression_units import Values, get_decoder, list_units, name_sequence, name_shared
 from flopcalc.core.workload.pairs import BLOCK, block_pairs, causal_pairs, decode_pairs, nearby_pairs, window_pairs
@@ -27,20 +28,20 @@ class Sum(Value):
 
     words: ClassVar[str] = ""
 
-    def count(self, load: Workload, counting: str) -> int:
+    def count(self, load: Workload, counting: Counting) -> int:
         """The sum's value; an encoder's is 0 in decoding, for the encoder has run already."""
         if load.decoder is not None and load.phase == "decode":
             return 0
         return self._count(load, counting)
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         raise NotImplementedError
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         """The sum in words, for `flopcalc explain`."""
         return self.words
 
-    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[Mask, int], int]:
         """(mask, length) -> how many sequences of it one attention op runs over: what a table of calls is asked for."""
         return {}
 
@@ -51,7 +52,7 @@ class Tokens(Sum):
     __slots__ = ()
     words: ClassVar[str] = "tokens"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         if counting == "model" and load.documents is not None:
             return sum(load.documents)
         return load.rows * load.seq
@@ -61,7 +62,7 @@ class Tokens(Sum):
 class Pairs(Sum):
     """Query-key pairs of a sequence under a mask; window 0: none; of a full mask, how far a query sees both ways."""
 
-    mask: str  # 'causal' or 'full'
+    mask: Mask  # 'causal' or 'full'
     window: int = 0
     block: int = BLOCK  # of a fused kernel
     shows: bool = False  # tokens of an image see one another both ways, beside the causal mask
@@ -71,7 +72,7 @@ class Pairs(Sum):
         is_cut = bool(self.window) and self.window < load.seq
         return load.documents is not None or is_cut or (self.shows and bool(load.all_grids))
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         window, documents = self.window, load.documents
         if load.phase == "decode":
             # One query a call: eager code attends to the cache, which a window has already cut.
@@ -97,15 +98,15 @@ class Pairs(Sum):
         # SDPA's other kernels skip nothing under an explicit mask.
         return load.rows * (load.seq * load.seq if self.has_mask(load) else block_pairs(load.seq, 0, self.block))
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         window = f", window {self.window}" if self.window else ""
         return f"query-key pairs ({self.mask}{window})"
 
-    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[Mask, int], int]:
         is_packed = load.layout == "packed" and bool(load.documents)
         lengths = load.documents if is_packed and load.documents else (load.seq,)
         is_cut = self.mask == "causal" and self.window and self.window < max(lengths)
-        mask = "window" if is_cut else self.mask
+        mask: Mask = "window" if is_cut else self.mask
         if not is_packed:
             return {(mask, load.seq): load.rows}
         return dict(Counter((mask, length) for length in lengths))
@@ -117,7 +118,7 @@ class Logits(Sum):
     __slots__ = ()
     words: ClassVar[str] = "positions with logits"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         if load.logits == "all" or load.phase == "decode":
             return Tokens().count(load, counting)
         keep = 1 if load.logits == "last" else int(load.logits)
@@ -133,7 +134,7 @@ class Cached(Sum):
     __slots__ = ()
     words: ClassVar[str] = "keys and values formed"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         if load.phase == "decode" and counting != "model":
             return load.rows * decode_pairs(load.seq, load.context)
         return Tokens().count(load, counting)
@@ -145,7 +146,7 @@ class Calls(Sum):
     __slots__ = ()
     words: ClassVar[str] = "calls"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return load.seq if load.phase == "decode" else 1
 
 
@@ -155,7 +156,7 @@ class Folds(Sum):
     __slots__ = ()
     words: ClassVar[str] = "folds"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return Calls().count(load, counting) * 2
 
 
@@ -165,10 +166,10 @@ class Images(Sum):
     __slots__ = ()
     words: ClassVar[str] = "images"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return len(load.all_grids)
 
-    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[Mask, int], int]:
         return _add_calls({math.isqrt(times): 1} for _ in load.all_grids)
 
 
@@ -178,10 +179,10 @@ class Tiles(Sum):
     __slots__ = ()
     words: ClassVar[str] = "tiles"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return sum([grid[0] for grid in load.all_grids])
 
-    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[Mask, int], int]:
         return _add_calls({math.isqrt(times): t} for t, _, _ in load.all_grids)
 
 
@@ -191,7 +192,7 @@ class Patches(Sum):
     __slots__ = ()
     words: ClassVar[str] = "patches"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return sum([t * h * w for t, h, w in load.all_grids])
 
 
@@ -203,7 +204,7 @@ class Merged(Sum):
 
     area: int
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return Patches().count(load, counting) // self.area
 
 
@@ -213,10 +214,10 @@ class Frames(Sum):
     __slots__ = ()
     words: ClassVar[str] = "query-key pairs within temporal patches"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return sum([t * h * w * h * w for t, h, w in load.all_grids])
 
-    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[Mask, int], int]:
         return _add_calls({h * w: t} for t, h, w in load.all_grids)
 
 
@@ -234,10 +235,10 @@ class Windows(Sum):
         """Patches along one side of a window."""
         return self.merge * self.window
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return sum([window_pairs(grid, self.merge, self.window) for grid in load.all_grids])
 
-    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[Mask, int], int]:
         return _add_calls(
             {height * width: rows * columns * t}
             for t, h, w in load.all_grids
@@ -254,7 +255,7 @@ class Expression(Sum):
     text: str
     constants: tuple[tuple[str, Any], ...] = ()
 
-    def count(self, load: Workload, counting: str) -> int:
+    def count(self, load: Workload, counting: Counting) -> int:
         is_whole = load.phase != "decode" and load.documents is not None and counting == "model"
         if is_whole and self.unit == "sequence" and load.documents is not None:
             values_of = _find_lengths(self.text, self.constants, load.phase == "train", name_shared(load))
@@ -264,7 +265,7 @@ class Expression(Sum):
             total += _evaluate_unit(self.text, self.constants, values) * many
         return total
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         return f"rows (per {self.unit}: {self.text})"
 
 
@@ -274,10 +275,10 @@ class InDecoder(Sum):
 
     inner: Sum
 
-    def count(self, load: Workload, counting: str) -> int:
+    def count(self, load: Workload, counting: Counting) -> int:
         return self.inner.count(get_decoder(load), counting)
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         return self.inner.describe(convention)
 
 
@@ -288,11 +289,11 @@ class Only(Sum):
     which: str  # 'images' or 'videos'
     inner: Sum
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         without: dict[str, tuple[Grid, ...]] = {"grids" if self.which == "videos" else "videos": ()}
         return self.inner.count(load.replace(**without), counting)
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         return self.inner.describe(convention)
 
 
@@ -303,10 +304,10 @@ class Either(Sum):
     needed: Sum
     executed: Sum
 
-    def count(self, load: Workload, counting: str) -> int:
+    def count(self, load: Workload, counting: Counting) -> int:
         return (self.needed if counting == "model" else self.executed).count(load, counting)
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         return (self.needed if convention == "model" else self.executed).describe(convention)
 
 
@@ -317,10 +318,10 @@ class Minus(Sum):
     rows: Sum
     less: Sum
 
-    def count(self, load: Workload, counting: str) -> int:
+    def count(self, load: Workload, counting: Counting) -> int:
         return self.rows.count(load, counting) - self.less.count(load, counting)
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         return f"{self.rows.describe(convention)} less {self.less.describe(convention)}"
 
 
@@ -330,10 +331,10 @@ class Needed(Sum):
 
     inner: Sum
 
-    def count(self, load: Workload, counting: str) -> int:
+    def count(self, load: Workload, counting: Counting) -> int:
         return self.inner.count(load, counting) if counting == "model" else 0
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         return self.inner.describe(convention)
 
 
@@ -343,10 +344,10 @@ class Executed(Sum):
 
     inner: Sum
 
-    def count(self, load: Workload, counting: str) -> int:
+    def count(self, load: Workload, counting: Counting) -> int:
         return 0 if counting == "model" else self.inner.count(load, counting)
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         return self.inner.describe(convention)
 
 
@@ -356,7 +357,7 @@ class Samples(Sum):
     __slots__ = ()
     words: ClassVar[str] = "samples"
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         return load.rows if load.rows > 1 else 0
 
 
@@ -370,7 +371,7 @@ class PerSample(Sum):
     what: Literal["rows", "squares", "products"]
     inner: Sum
 
-    def _count(self, load: Workload, counting: str) -> int:
+    def _count(self, load: Workload, counting: Counting) -> int:
         each = self.inner.count(load, counting) // load.rows
         if self.what == "squares":
             return load.rows * each * each
@@ -378,7 +379,7 @@ class PerSample(Sum):
             return 0
         return load.rows * each * (each if self.what == "products" else 1)
 
-    def describe(self, convention: str = "model") -> str:
+    def describe(self, convention: Convention = "model") -> str:
         rows = self.inner.describe(convention)
         return rows if self.what == "rows" else f"{rows}² of each sample"
 
@@ -389,12 +390,12 @@ class Once(Sum):
     __slots__ = ()
     words: ClassVar[str] = "tile padding"
 
-    def count(self, load: Workload, counting: str) -> int:
+    def count(self, load: Workload, counting: Counting) -> int:
         return 1
 
 
-def _add_calls(found: Iterable[dict[int, int]]) -> dict[tuple[str, int], int]:
-    calls: Counter[tuple[str, int]] = Counter()
+def _add_calls(found: Iterable[dict[int, int]]) -> dict[tuple[Mask, int], int]:
+    calls: Counter[tuple[Mask, int]] = Counter()
     for lengths in found:
         for length, many in lengths.items():
             calls["full", length] += many

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.units import check_items, check_size
-from flopcalc.base.vocabulary import BATCH_LAYOUTS, PHASES, check_word
+from flopcalc.base.vocabulary import BATCH_LAYOUTS, PHASES, Phase, check_word
 
 Grid: TypeAlias = tuple[int, int, int]
 
@@ -28,7 +28,7 @@ class Workload(Value):
     seq: int
     documents: tuple[int, ...] | None
     layout: str
-    phase: str
+    phase: Phase
     context: int
     logits: int | str
     grids: tuple[Grid, ...]
@@ -42,7 +42,7 @@ class Workload(Value):
         seq: int = 1,
         documents: Iterable[int] | None = None,
         layout: str = "unpadded",
-        phase: str = "train",
+        phase: Phase = "train",
         context: int = 0,
         logits: int | str | None = None,
         grids: Sequence[Grid] = (),
@@ -139,7 +139,7 @@ def make_workload(
     lengths: Iterable[int] | None = None,
     image_grid_thw: object = None,
     video_grid_thw: object = None,
-    phase: str = "train",
+    phase: Phase = "train",
     context: int | None = None,
     logits: int | str | None = None,
     decoder_seq_len: int | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flopcalc.base.vocabulary import Phase
 from flopcalc.measure.counters.witnessed import Witnessed, ready_step
 
 # What fvcore counts that is a matrix product. Its figures for norms and resizing are not model FLOPs, nor are they
@@ -29,7 +30,7 @@ class _Positional(torch.nn.Module):
         return self.model(**inputs, use_cache=False, return_dict=False)[0]
 
 
-def count(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
+def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> Witnessed:
     """fvcore traces a forward pass: for a training step it reports the forward part."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing it calls a deprecated part of torch

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from flopcalc.base.vocabulary import PassDirection
 from flopcalc.measure.counters.cupti import TENSOR_COUNTERS
 from flopcalc.measure.counters.witnessed import Witnessed, unavailable
 
@@ -40,7 +41,7 @@ class Case:
     kind: str
     shape: tuple[int, ...]
     dtype: str = "bf16"
-    direction: str = "forward"  # only this direction is profiled
+    direction: PassDirection = "forward"  # only this direction is profiled
     causal: bool = False
     backend: str = "flash"
 

@@ -20,6 +20,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from flopcalc.base.vocabulary import Phase
 from flopcalc.measure.counters.witnessed import Witnessed, ready_step, synchronize
 
 Shapes = Sequence[Sequence[int]]
@@ -185,7 +186,7 @@ def _marked(model: torch.nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def count(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
+def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> Witnessed:
     """One step under torch.profiler; `corrected` drops elementwise work and adds what it is known to skip."""
     activities = [ProfilerActivity.CPU]  # FLOPs hang on CPU events: CUDA alone would give none
     if torch.cuda.is_available():

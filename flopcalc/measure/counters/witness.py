@@ -16,7 +16,7 @@ from typing import Any
 
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
-from flopcalc.base.vocabulary import GROUPS
+from flopcalc.base.vocabulary import GROUPS, Phase, PickedKernel
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.model.ops import Linear
@@ -33,7 +33,7 @@ _EXTRA = {"torch", "transformers", "peft", "fvcore"}  # packages of the extra
 # --- Witnesses that need no file of their own ---------------------------------------------------------
 
 
-def count(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
+def count(model: Any, batch: Mapping[str, object], phase: Phase) -> Witnessed:
     """The closed-hole operator counter: exact, per module."""
     from flopcalc.measure.counters.flop_counter import count_flops
 
@@ -47,7 +47,7 @@ def count(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
     )  # fmt: skip
 
 
-def count_hardware(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
+def count_hardware(model: Any, batch: Mapping[str, object], phase: Phase) -> Witnessed:
     """The GPU's own tensor counters around one step, in one pass; the step before it warms up."""
     import torch
 
@@ -81,7 +81,7 @@ def count_hardware(model: Any, batch: Mapping[str, object], phase: str) -> Witne
     )  # fmt: skip
 
 
-def gauge(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
+def gauge(model: Any, batch: Mapping[str, object], phase: Phase) -> Witnessed:
     """How busy the GPU says its tensor cores are while the step repeats: a note, never a count."""
     import torch
 
@@ -122,12 +122,12 @@ def gauge(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
 # --- All of them ---------------------------------------------------------------------------------------------
 
 
-def ask(witness: str, model: object, batch: Mapping[str, object], phase: str) -> Witnessed:
+def ask(witness: str, model: object, batch: Mapping[str, object], phase: Phase) -> Witnessed:
     """One witness's answer; whatever goes wrong inside it becomes the reason of an unavailable row."""
     return _guard(witness, lambda: _find_counter(witness)(model, batch, phase))
 
 
-def _find_counter(witness: str) -> Callable[[Any, Mapping[str, Any], str], Witnessed]:
+def _find_counter(witness: str) -> Callable[[Any, Mapping[str, Any], Phase], Witnessed]:
     """The function that counts; imported when asked, so that one missing package costs one row, not all."""
     if witness == "fvcore":
         from flopcalc.measure.counters.fvcore_counter import count as count_fvcore
@@ -182,7 +182,7 @@ class Crosscheck:
     device: str
     dtype: str
     attention: str
-    kernel: str  # what the analytic hardware count takes the attention kernel to be
+    kernel: PickedKernel  # what the analytic hardware count takes the attention kernel to be
     layers: dict[str, int]  # depths as run, by config key
     parameters: int
     rows: tuple[Row, ...]
@@ -216,7 +216,7 @@ def crosscheck(
     dtype = dtype or ("bf16" if place.startswith("cuda") else "fp32")
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     known = _find_known(place)
-    kernel = "eager" if attention == "eager" else (known.sdpa if known else None) or "flash"
+    kernel: PickedKernel = "eager" if attention == "eager" else (known.sdpa if known else None) or "flash"
     expected = _Expected(source, load, recipe, kernel, known.id if known else None)
     _check_memory(expected.parameters * torch_dtype.itemsize * (2 if load.phase == "train" else 1), place)
     example = find_example(expected.spec.name)
@@ -284,7 +284,9 @@ def check_kind(source: Source) -> None:
 class _Expected:
     """The analytic counts that witnesses should equal."""
 
-    def __init__(self, source: Source, load: Workload, recipe: Recipe, kernel: str, device: str | None) -> None:
+    def __init__(
+        self, source: Source, load: Workload, recipe: Recipe, kernel: PickedKernel, device: str | None
+    ) -> None:
         # Hardware with the eager kernel is `full` plus what is recomputed: what an operator counter sees.
         eager = bind(source, recipe=recipe, convention="hardware", attention_kernel="eager")
         self.stages = eager.stages

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flopcalc.base.errors import WorkloadError
+from flopcalc.base.vocabulary import Phase
 
 PHASES = ("train", "forward")
 
@@ -35,7 +36,7 @@ def unavailable(witness: str, reason: str, seconds: float = 0.0) -> Witnessed:
 
 
 @contextmanager
-def ready_step(model: Any, batch: Mapping[str, Any], phase: str) -> Iterator[Callable[[], None]]:
+def ready_step(model: Any, batch: Mapping[str, Any], phase: Phase) -> Iterator[Callable[[], None]]:
     """One step to run as often as wanted; the model's modes and gradients are put back afterwards."""
     import torch
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from flopcalc.base.vocabulary import Optimizer, Phase, Recompute
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.calibrate.tables import Bench, Json, counts, get_device, round_digits, summarize
 from flopcalc.measure.jobs.runner import Job
@@ -110,8 +111,8 @@ def list_cases(suite: str) -> Iterator[Json]:
 
 
 def make_case(
-    model: str, phase: str, batch: int, seq: int, grids: list[list[int]] | None = None, *, context: int = 0,
-    attention: str = "sdpa", recompute: str = "none", optimizer: str = "adamw", compiled: bool = False,
+    model: str, phase: Phase, batch: int, seq: int, grids: list[list[int]] | None = None, *, context: int = 0,
+    attention: str = "sdpa", recompute: Recompute = "none", optimizer: Optimizer = "adamw", compiled: bool = False,
 ) -> Json:  # fmt: skip
     return {
         "model": model, "phase": phase, "batch": batch, "seq": seq, "context": context, "grids": grids or [],

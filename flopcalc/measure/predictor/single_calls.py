@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from flopcalc.base.vocabulary import FUSED_KERNELS, CallMask, ProductDirection
+from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
-from flopcalc.measure.calibrate.tables.gemm import DIRECTIONS, make_product
+from flopcalc.measure.calibrate.tables.gemm import make_product
 from flopcalc.measure.predictor import adapter_calls, memory_calls
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, read_grouped
 from flopcalc.measure.predictor.profiling import profile_step
 
 _REPEATS = 6
 _SWEPT_BYTES = 2**28  # written before each decoding call, more than any cache of the device holds
-_KERNELS = ("cudnn", "flash", "efficient")
 # Batch, query heads, key heads, queries, keys.
 _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
     "causal": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
@@ -173,7 +174,7 @@ def _read_profile(operators: Sequence[Sequence[Any]], is_gpu: bool) -> dict[tupl
     for row in operators:
         operator = ProfiledOperator(*row)
         name = operator.name
-        kernel = next((kernel for kernel in _KERNELS if f"{kernel}_attention" in name), "")
+        kernel = next((kernel for kernel in FUSED_KERNELS if f"{kernel}_attention" in name), "")
         if not (kernel or "grouped_mm" in name or name in (*_ACROSS_KINDS, "aten::mm")):
             continue
         if (is_gpu and not operator.us) or operator.launches % operator.calls:  # the profiler lost a kernel
@@ -198,7 +199,7 @@ def _read_profile(operators: Sequence[Sequence[Any]], is_gpu: bool) -> dict[tupl
 
 
 def _make_attention(
-    bench: Bench, mask: str, qk: int, v: int, batch: int, heads: int, kv_heads: int, length: int, keys: int
+    bench: Bench, mask: CallMask, qk: int, v: int, batch: int, heads: int, kv_heads: int, length: int, keys: int
 ) -> Made:
     """A call as HF's models make it, forward and backward; decoding has no backward pass."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -246,7 +247,8 @@ def _make_experts(bench: Bench, rows: Sequence[int], copies: int, n: int, k: int
         forward = partial(bench.torch._grouped_mm, given, weight.transpose(-2, -1), offs=_deal(bench, copies, mean))
         sizes = {"direction": "forward", "copies": copies, "m": mean * copies, "n": n, "k": k}
         yield sizes, forward
-        for direction, wanted in (("dgrad", given), ("wgrad", weight)):
+        gradients: dict[ProductDirection, object] = {"dgrad": given, "wgrad": weight}
+        for direction, wanted in gradients.items():
             yield {**sizes, "direction": direction}, bench.make_call(forward, direction, wanted)
 
 
@@ -265,7 +267,7 @@ def _rest(bench: Bench, call: Callable[[], object]) -> None:
     time.sleep(_REST_SHARE * (time.perf_counter() - start))
 
 
-def _list_sizes(direction: str, m: int, n: int, k: int) -> tuple[int, int, int]:
+def _list_sizes(direction: ProductDirection, m: int, n: int, k: int) -> tuple[int, int, int]:
     """Rows, depth and columns of the matrix product that a direction of a layer is."""
     return {"forward": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[direction]
 

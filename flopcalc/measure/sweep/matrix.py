@@ -15,12 +15,13 @@ from flopcalc.base.data import find_data_file, load_toml
 from flopcalc.base.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, read_json, read_path
 from flopcalc.base.units import MAX_SIZE, check_size
+from flopcalc.base.vocabulary import Clipping
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.measure.jobs.job import Job
 
 Json = dict[str, Any]
 # Trainer -> how it clips, in the words of the analytic core (`--clipping`).
-TRAINERS = {
+TRAINERS: dict[str, Clipping] = {
     "StandardTrainer": "none",
     "DPSGDTrainer": "hooks",
     "DPGhostClippingTrainer": "ghost",

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.vocabulary import Phase
 from flopcalc.core.spec.expressions import Names, evaluate
 
 Point = dict[str, Any]  # b, n, c and grids
@@ -98,7 +99,7 @@ class Form:
 
 
 def list_forms(
-    phase: str,
+    phase: Phase,
     grids: Sequence[tuple[object, ...]],
     tokens: Callable[[object], int],
     chunks: Sizes,

@@ -12,6 +12,7 @@ import torch
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.units import check_items
+from flopcalc.base.vocabulary import Phase
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.forms import Point
 
@@ -220,7 +221,7 @@ def resize(value: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     return torch.cat([value, *([last] * (size - value.shape[axis]))], axis)
 
 
-def make_step(module: Any, batch: dict[str, Any], phase: str) -> Callable[[], Any]:
+def make_step(module: Any, batch: dict[str, Any], phase: Phase) -> Callable[[], Any]:
     takes = inspect.signature(unwrap(module).forward).parameters
     extra: dict[str, Any] = {}
     if "use_cache" in takes and "use_cache" not in batch:

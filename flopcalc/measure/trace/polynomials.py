@@ -16,7 +16,7 @@ import torch
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.units import check_items, check_size
-from flopcalc.base.vocabulary import PHASES, check_word
+from flopcalc.base.vocabulary import PHASES, Phase, check_word
 from flopcalc.core.estimate.traced import (
     Polynomials,
     Traced,
@@ -51,7 +51,7 @@ _HF = ("transformers.", "peft.")  # modules of these have a version: their trace
 
 
 def _trace(
-    module: Any, phase: str, resizer: Resizer | None, say: Callable[[str], None], sizes: Sizes, max_length: int = 0
+    module: Any, phase: Phase, resizer: Resizer | None, say: Callable[[str], None], sizes: Sizes, max_length: int = 0
 ) -> Polynomials:
     """Polynomials of one phase; NoPolynomialError when no form holds. `max_length` 0: as far as the module goes."""
     grids = resizer.list_grids() if resizer is not None and phase != "decode" else []
@@ -108,7 +108,7 @@ def _find_longest(trace: Callable[[Point], object]) -> int:
     return 0
 
 
-def _count_point(module: Any, phase: str, resizer: Resizer | None, point: Point) -> Counted:
+def _count_point(module: Any, phase: Phase, resizer: Resizer | None, point: Point) -> Counted:
     """One counted step at a point; the module is as before when it ends, however it ends."""
     is_training = module.training
     try:
@@ -183,7 +183,7 @@ def trace_module(
     module: Any,
     example_batch: Mapping[str, Any],
     *,
-    phases: Sequence[str] = ("train", "forward"),
+    phases: Sequence[Phase] = ("train", "forward"),
     dims: Mapping[str, Sequence[str | None]] | None = None,
     compute: str | None = None,
     max_length: int | None = None,
@@ -267,7 +267,7 @@ def _keep(
     return traced
 
 
-def trace_config(source: Source, recipe: Recipe, phase: str, has_images: bool, key: str) -> Traced:
+def trace_config(source: Source, recipe: Recipe, phase: Phase, has_images: bool, key: str) -> Traced:
     """A config that no spec knows: HF's own model is built without memory, traced, and kept under the key."""
     adapted = {name: value for name, value in recipe.to_dict().items() if value and value != "none"}
     try:

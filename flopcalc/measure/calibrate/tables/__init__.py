@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from flopcalc.base.vocabulary import Direction
+
 Json = dict[str, Any]
 SUITES = ("quick", "full", "test")  # test: tiny sizes on the CPU, the real code path
 STATISTIC = (
@@ -69,7 +71,7 @@ class Bench:
         made = torch.randn(*shape, device=self.device, dtype=dtype or torch.bfloat16)
         return made.requires_grad_(needs_grad)
 
-    def make_call(self, forward: Callable[[], object], direction: str, wanted: object) -> Callable[[], Any]:
+    def make_call(self, forward: Callable[[], object], direction: Direction, wanted: object) -> Callable[[], Any]:
         """A function that runs the forward alone, or alone the backward that gives the gradient of `wanted`."""
         torch = self.torch
         if direction == "forward":

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from flopcalc.base.vocabulary import Mask, PassDirection, PickedKernel
 from flopcalc.measure.calibrate.tables import Bench, Json, get_device, round_digits
 from flopcalc.measure.jobs.runner import Job, RowError
 
-KERNELS = ("flash", "cudnn", "efficient", "eager")
+KERNELS: tuple[PickedKernel, ...] = ("flash", "cudnn", "efficient", "eager")
 _BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _MAIN_DIMS = ((64, 64), (128, 128))
@@ -21,13 +22,14 @@ _EAGER_SCORES = 2**29  # batch x heads x length²: the scores of eager code, 1 G
 
 def plan(suite: str) -> list[Job]:
     """One job; kernels come one after another."""
-    wanted: list[tuple[str, tuple[int, int], str, int]] = []
+    wanted: list[tuple[PickedKernel, tuple[int, int], Mask, int]] = []
     if suite == "test":
         wanted = [("eager", (16, 16), "causal", 32), ("flash", (16, 16), "full", 32), ("cudnn", (16, 8), "full", 32)]
     elif suite == "full":
+        masks: tuple[Mask, ...] = ("causal", "full")
         for kernel in KERNELS:
             for dims in _MAIN_DIMS + _OTHER_DIMS:
-                for mask in ("causal", "full"):
+                for mask in masks:
                     wanted += [(kernel, dims, mask, n) for n in (*_LENGTHS, 577, 1280, 1300, 1872)]
     else:
         for kernel in KERNELS:
@@ -55,7 +57,7 @@ def plan(suite: str) -> list[Job]:
     return [Job("attention", f"{__name__}:start", args, rows, timeout_s=60, expected_s=8 + 0.3 * len(rows))]
 
 
-def choose_size(kernel: str, dim: int, length: int) -> tuple[int, int]:
+def choose_size(kernel: PickedKernel, dim: int, length: int) -> tuple[int, int]:
     """Batch and heads: a model of width 2048 on 16k tokens, less where eager scores would not fit."""
     heads = max(4, 2048 // dim)
     batch = max(1, _TOKENS // length)
@@ -105,7 +107,7 @@ def count_needed(row: Json) -> int:
     return int(row["batch"] * row["heads"] * pairs * each)
 
 
-def choose_kernel(bench: Bench, kernel: str) -> AbstractContextManager[Any]:
+def choose_kernel(bench: Bench, kernel: PickedKernel) -> AbstractContextManager[Any]:
     """Forces one of SDPA's kernels; on the CPU, which has its own, nothing is forced."""
     if kernel not in _BACKENDS or not bench.is_gpu:
         return nullcontext()
@@ -117,8 +119,8 @@ def choose_kernel(bench: Bench, kernel: str) -> AbstractContextManager[Any]:
 
 def make_call(
     bench: Bench,
-    kernel: str,
-    direction: str,
+    kernel: PickedKernel,
+    direction: PassDirection,
     batch: int,
     heads: int,
     length: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flopcalc.base.vocabulary import CallKernel, Phase, ProductDirection, Recompute
 from flopcalc.core.count.products import Product
 from flopcalc.core.model.ops import Attend, Linear
 from flopcalc.core.workload.sums import Frames, Images, Pairs, Windows
@@ -177,7 +178,7 @@ def build(bench: Bench, config: Json) -> Any:
     return model.to(bench.device)
 
 
-def prepare(model: Any, kernel: str, recompute: str, phase: str) -> None:
+def prepare(model: Any, kernel: CallKernel, recompute: Recompute, phase: Phase) -> None:
     """Set attention and recomputation of a built model."""
     model.train(phase == "train")
     model.set_attn_implementation("eager" if kernel == "eager" else "sdpa")
@@ -459,7 +460,7 @@ def measure_alone(bench: Bench, row: Json, rows_per_expert: list[int]) -> list[J
     ]  # fmt: skip
 
 
-def _make_linear(bench: Bench, direction: str, m: int, n: int, k: int) -> Callable[[], Any]:
+def _make_linear(bench: Bench, direction: ProductDirection, m: int, n: int, k: int) -> Callable[[], Any]:
     """Through autograd, so that layouts are those of a real linear layer."""
     torch = bench.torch
     x, weight = bench.random(m, k, needs_grad=True), bench.random(n, k, needs_grad=True)
@@ -468,7 +469,7 @@ def _make_linear(bench: Bench, direction: str, m: int, n: int, k: int) -> Callab
     )
 
 
-def _make_patches(bench: Bench, direction: str, m: int, n: int, k: int, images: str) -> Callable[[], Any]:
+def _make_patches(bench: Bench, direction: ProductDirection, m: int, n: int, k: int, images: str) -> Callable[[], Any]:
     """A patch embedding, a convolution whose stride is its kernel: over frame pairs (Qwen) or whole images (CLIP)."""
     from math import isqrt
 
@@ -488,7 +489,7 @@ def _make_patches(bench: Bench, direction: str, m: int, n: int, k: int, images: 
     return bench.make_call(lambda: torch.nn.functional.conv3d(x, weight, stride=(2, side, side)), direction, wanted)
 
 
-def _make_experts(bench: Bench, direction: str, n: int, k: int, rows: list[int]) -> Callable[[], Any]:
+def _make_experts(bench: Bench, direction: ProductDirection, n: int, k: int, rows: list[int]) -> Callable[[], Any]:
     """HF's grouped product over rows sorted by expert."""
     torch = bench.torch
     ends = torch.tensor(rows).cumsum(0).to(torch.int32).to(bench.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flopcalc.base.vocabulary import ProductDirection
+from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.calibrate.tables import Bench, Json, get_device, round_digits
 from flopcalc.measure.jobs.runner import Job
 
@@ -34,14 +36,13 @@ _FP8 = (
     (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672), (4096, 7168),
     (18944, 3584), (8192, 2048), (2048, 8192),
 )  # fmt: skip
-DIRECTIONS = ("forward", "dgrad", "wgrad")
 
 
 def plan(suite: str) -> list[Job]:
     """One job: every shape in every direction, then the sustained ones, then fp8."""
     rows: dict[str, Json] = {}
 
-    def add(dtype: str, direction: str, m: int, n: int, k: int, mode: str, counted: bool) -> None:
+    def add(dtype: str, direction: ProductDirection, m: int, n: int, k: int, mode: str, counted: bool) -> None:
         rows[f"{dtype}/{direction}/{m}x{n}x{k}/{mode}"] = {
             "dtype": dtype, "direction": direction, "m": m, "n": n, "k": k, "mode": mode, "counted": counted
         }  # fmt: skip
@@ -93,7 +94,7 @@ def measure(bench: Bench, row: Json) -> Json:
     }
 
 
-def make_product(bench: Bench, direction: str, m: int, n: int, k: int) -> Callable[[], Any]:
+def make_product(bench: Bench, direction: ProductDirection, m: int, n: int, k: int) -> Callable[[], Any]:
     """forward: x (m, k) · Wᵀ (k, n); dgrad: g (m, n) · W (n, k); wgrad: gᵀ (n, m) · x (m, k)."""
     torch = bench.torch
     if direction == "forward":

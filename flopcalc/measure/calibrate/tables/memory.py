@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from flopcalc.base.vocabulary import PassDirection
 from flopcalc.hardware.tables import interpolate
 from flopcalc.measure.calibrate.tables import Bench, Json, Timing, get_device, round_digits, summarize
 from flopcalc.measure.jobs.runner import Job
@@ -97,7 +98,7 @@ def measure(bench: Bench, row: Json) -> Json:
     }
 
 
-def _make_call(bench: Bench, op: str, direction: str, elements: int) -> Callable[[], Any]:
+def _make_call(bench: Bench, op: str, direction: PassDirection, elements: int) -> Callable[[], Any]:
     if op.startswith("adamw"):
         return _make_optimizer(bench, op, elements)
     if op == "copy":

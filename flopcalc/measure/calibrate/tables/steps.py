@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flopcalc.base.vocabulary import FusedKernel, PickedKernel
 from flopcalc.measure.calibrate.tables import Bench, Json, counts, get_device, round_digits, summarize
 from flopcalc.measure.jobs.runner import Job
 
@@ -93,7 +94,7 @@ def measure(bench: Bench, model: object, optimizer: Any, name: str, config: Json
     bench.free()
     grids = row["grids"]
     # SDPA as HF dispatches it: nothing is forced, so the device's own choice of kernel is what is counted.
-    kernel = "eager" if row["attention"] == "eager" else _find_kernel(bench)
+    kernel: PickedKernel = "eager" if row["attention"] == "eager" else _find_kernel(bench)
     counts.prepare(model, kernel, row["recompute"], "train")
     pass_ = counts.make_step(
         bench, model, counts.make_inputs(bench, model, grids, row), {"kernel": "", "phase": "train"}
@@ -165,7 +166,7 @@ def _time_steps(
     return taken, energy_j, clock, power
 
 
-def _find_kernel(bench: Bench) -> str:
+def _find_kernel(bench: Bench) -> FusedKernel:
     from flopcalc.hardware.devices import find_detected, find_sdpa
 
     return find_sdpa(find_detected(bench.torch.cuda.get_device_name()) if bench.is_gpu else None, "bf16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
@@ -59,7 +59,7 @@ def model_case(case: Json, estimator: Estimator, transformers: str = RECORDED) -
     return ModelledCase(case, estimator, load, work)
 
 
-def _find_kernel(case: Json) -> str:
+def _find_kernel(case: Json) -> Literal["eager", ""]:
     """The attention kernel that a case asks for; empty where SDPA picks one."""
     return "eager" if case["attention"] == "eager" else ""
 

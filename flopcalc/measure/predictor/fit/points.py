@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from flopcalc.base.vocabulary import FUSED_KERNELS, CallMask, FusedKernel, PassDirection, ProductDirection
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import MIN_ROWS_PER_EXPERT, SINGLE_CALL_WEIGHT
 from flopcalc.prediction.moe_versions import MASKED
@@ -30,7 +31,7 @@ class ProfiledOperator(NamedTuple):
     calls: int
     launches: int
     us: float
-    kernel: str  # of the first launch
+    kernel_name: str  # of the first launch
 
     @property
     def sizes(self) -> list[list[int]]:
@@ -46,7 +47,7 @@ class ProfiledOperator(NamedTuple):
 class ProductPoint(NamedTuple):
     """A product of a linear layer with n outputs and k inputs over m rows."""
 
-    direction: str  # forward, dgrad or wgrad
+    direction: ProductDirection
     m: int
     n: int
     k: int
@@ -57,7 +58,7 @@ class ProductPoint(NamedTuple):
 class GroupedPoint(NamedTuple):
     """Products of all experts in one call, m rows in all."""
 
-    direction: str
+    direction: ProductDirection
     experts: int
     m: int
     n: int
@@ -66,9 +67,9 @@ class GroupedPoint(NamedTuple):
 
 
 class AttentionPoint(NamedTuple):
-    kernel: str
-    direction: str
-    mask: str
+    kernel: FusedKernel
+    direction: PassDirection
+    mask: CallMask
     batch: int
     heads: int
     kv_heads: int
@@ -136,11 +137,11 @@ def read_points(cases: Iterable[ModelledCase]) -> Points:
     return points
 
 
-def _list_masks(work: Work) -> dict[tuple[int, int, int], set[str]]:
+def _list_masks(work: Work) -> dict[tuple[int, int, int], set[CallMask]]:
     """(Batch, heads, length) -> the masks of such attention calls in a step."""
-    masks: dict[tuple[int, int, int], set[str]] = {}
+    masks: dict[tuple[int, int, int], set[CallMask]] = {}
     for call in work.attention:
-        mask = "dropout" if call.has_dropout and call.mask == "causal" else call.mask
+        mask: CallMask = "dropout" if call.has_dropout and call.mask == "causal" else call.mask
         masks.setdefault((call.batch, call.heads, call.length), set()).add(mask)
     return masks
 
@@ -175,7 +176,7 @@ def _read_product(operator: ProfiledOperator, rows: set[int], weights: set[tuple
     return None
 
 
-def read_grouped(is_backward: bool, sizes: Sequence[Sequence[int]]) -> tuple[str, int, int, int, int]:
+def read_grouped(is_backward: bool, sizes: Sequence[Sequence[int]]) -> tuple[ProductDirection, int, int, int, int]:
     """Direction, experts, m, n, k of a grouped product from its tensors' sizes, as autograd calls it."""
     left, right, ends = sizes[:3]
     if len(right) == 2:
@@ -185,7 +186,9 @@ def read_grouped(is_backward: bool, sizes: Sequence[Sequence[int]]) -> tuple[str
     return "forward", right[0], left[0], right[2], left[1]
 
 
-def _read_attention(operator: ProfiledOperator, masks: dict[tuple[int, int, int], set[str]]) -> AttentionPoint | None:
+def _read_attention(
+    operator: ProfiledOperator, masks: dict[tuple[int, int, int], set[CallMask]]
+) -> AttentionPoint | None:
     """An attention call with the mask that the model's op list gives it; None if the op list has no such call."""
     is_backward = "backward" in operator.name
     sizes = operator.sizes
@@ -195,10 +198,10 @@ def _read_attention(operator: ProfiledOperator, masks: dict[tuple[int, int, int]
     has_mask = any(len(size) == 4 and size[-2:] == [length, key[2]] and size[-1] != qk for size in sizes[3:])
     unmasked = sorted(possible - {"window"})
     mask = "window" if "window" in possible and (has_mask or not unmasked) else unmasked[0] if unmasked else None
-    kernel = next((kernel for kernel in ("cudnn", "flash", "efficient") if kernel in operator.name), "")
-    if mask is None or not kernel:
+    kernel = next((kernel for kernel in FUSED_KERNELS if kernel in operator.name), None)
+    if mask is None or kernel is None:
         return None
-    direction = "backward" if is_backward else "forward"
+    direction: PassDirection = "backward" if is_backward else "forward"
     return AttentionPoint(
         kernel, direction, mask, batch, heads, key[1], qk, length, key[2], operator.seconds, operator.calls
     )
@@ -218,7 +221,7 @@ def read_moved(operator: ProfiledOperator) -> MovedPoint | None:
     if kind == "reduce" and len(typed[0][0]) == 4 and typed[0][0][-1] <= _HEAD_DIM:
         return None  # over heads: its time depends on what it leaves, which a profile does not show
     moved = _count_bytes(operator.name, kind, tensors, floats)
-    kind = _name_layout(kind, operator.kernel, tensors, floats)
+    kind = _name_layout(kind, operator.kernel_name, tensors, floats)
     if operator.name == "aten::masked_fill_" and kind == "pointwise_strided":
         kind = MASKED
     return MovedPoint(kind, moved, operator.seconds, operator.calls)
@@ -241,11 +244,11 @@ def _count_bytes(name: str, kind: str, tensors: Sequence[tuple[int, int]], float
     return given + most * width
 
 
-def _name_layout(kind: str, kernel: str, tensors: Sequence[tuple[int, int]], floats: set[str]) -> str:
+def _name_layout(kind: str, kernel_name: str, tensors: Sequence[tuple[int, int]], floats: set[str]) -> str:
     """The kind with how its tensors lie in memory, which the kernel's name tells."""
     if kind not in ("pointwise", "copy", "cast"):
         return kind
-    is_contiguous = "vectorized" in kernel or "Memcpy" in kernel or "unrolled" in kernel
+    is_contiguous = "vectorized" in kernel_name or "Memcpy" in kernel_name or "unrolled" in kernel_name
     if kind == "pointwise" and len(floats) > 1:
         return "pointwise_mixed" if is_contiguous else "pointwise_strided_mixed"
     if not is_contiguous:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flopcalc.base.errors import CalibrationError
+from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,
@@ -42,7 +43,6 @@ from flopcalc.prediction.kernels.machine import (
 )
 
 ALIGNED = 8  # widths that are a multiple of 8 start each row on 16 bytes
-DIRECTIONS = ("forward", "dgrad", "wgrad")
 
 
 def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] = ()) -> PlainProducts:
