@@ -82,9 +82,7 @@ ROW = {"id": "a", "status": "ok", "trainer": "StandardTrainer", "model": "tiny",
 def test_results_out_of_range(tmp_path: Path, value: str) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps(ROW)[:-1] + f', "peak_memory_bytes": {value}}}\n')
-    with pytest.raises(
-        FlopcalcError, match=r"line 1 is no row of a sweep \(peak_memory_bytes is "
-    ):
+    with pytest.raises(FlopcalcError, match=r"line 1 is no row of a sweep \(peak_memory_bytes is "):
         load_results(str(path))
 
 
