@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import pytest
 
 from flopcalc.base.errors import FlopcalcError, SpecError
-from flopcalc.base.validate import FROM_0, Each, find_fault
+from flopcalc.base.validate import FromZero, Items, Keys, Positive, Rule, find_fault
 from flopcalc.core.estimate.traced import Polynomials, Traced, load_trace, save_trace
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.jobs.journal import Journal
@@ -151,16 +152,57 @@ def test_a_damaged_predictor(
         load_predictor.cache_clear()
 
 
+class Inner(TypedDict, total=False):
+    size: Annotated[int, Rule(lambda size: size % 2 == 0, "is odd")]
+    phase: Literal["train", "forward"]
+
+
+class Outer(TypedDict):
+    name: str
+    shares: Annotated[dict[str, Positive], Keys(("all",), "[a-z]+")]
+    pair: NotRequired[Annotated[list[float], Items((FromZero, float))]]
+    note: NotRequired[str | None]
+    inner: NotRequired[list[Inner]]
+    points: NotRequired[tuple[int, str]]
+
+
+class Named(NamedTuple):
+    size: int
+    data: Any
+
+
+OUTER = {"name": "a", "shares": {"all": 1}}
+
+
 @pytest.mark.parametrize(
-    ("value", "form", "fault"),
+    ("value", "kind", "fault"),
     [
-        ([1, 2], [FROM_0], ""),
-        ([1, -2], [FROM_0], "[1]: -2 is no number of 0 or more"),
-        ({"a": {"b": True}}, {"a": Each(int)}, ".a.b: True is no whole number"),
-        ({"a": 1}, {"a": int, "b?": str}, ""),
-        ({"a": 1, "b": 2}, {"a": int, "b?": str}, ".b: 2 is no text"),
-        ({"a": {"": 1}}, {"a": Each(int)}, ".a: '' unknown"),
+        (OUTER, Outer, ""),
+        ({**OUTER, "note": None, "pair": [0, -1.5], "inner": [{}, {"size": 2}], "points": [1, "a"]}, Outer, ""),
+        ({**OUTER, "more": object()}, Outer, ""),
+        ({"name": "a"}, Outer, ": shares missing"),
+        ({}, Outer, ": name, shares missing"),
+        ([], Outer, ": [] is no mapping"),
+        ({**OUTER, "name": None}, Outer, ".name: None is no text"),
+        ({**OUTER, "shares": {}}, Outer, ".shares: all missing"),
+        ({**OUTER, "shares": {"all": 1, "B": 1}}, Outer, ".shares: 'B' unknown"),
+        ({**OUTER, "shares": {"all": 0}}, Outer, ".shares.all: 0 is no positive number"),
+        ({**OUTER, "shares": []}, Outer, ".shares: [] is no mapping"),
+        ({**OUTER, "pair": [0]}, Outer, ".pair: a list of 1, not of 2"),
+        ({**OUTER, "pair": 0}, Outer, ".pair: 0 is no list"),
+        ({**OUTER, "pair": [0, math.nan]}, Outer, ".pair[1]: nan is no finite number"),
+        ({**OUTER, "pair": [2e24, 0]}, Outer, ".pair[0]: 2e+24 is no number of 0 or more up to 1e+24"),
+        ({**OUTER, "note": 5}, Outer, ".note: 5 is no text"),
+        ({**OUTER, "inner": [{"size": 3}]}, Outer, ".inner[0].size: 3 is odd"),
+        ({**OUTER, "inner": [{"size": True}]}, Outer, ".inner[0].size: True is no whole number"),
+        ({**OUTER, "inner": [{"phase": "dance"}]}, Outer, ".inner[0].phase: 'dance' unknown; known: train, forward"),
+        ({**OUTER, "points": [1, 2]}, Outer, ".points[1]: 2 is no text"),
+        ({"size": 1, "data": None}, Named, ""),
+        ({"size": 1}, Named, ": data missing"),
+        ([1, 2], list[FromZero], ""),
+        ([1, -2], list[FromZero], "[1]: -2 is no number of 0 or more"),
+        ({"a": {"": 1}}, dict[str, dict[str, int]], ".a: '' unknown"),
     ],
 )
-def test_forms(value: Any, form: Any, fault: str) -> None:
-    assert find_fault(value, form) == fault
+def test_types(value: Any, kind: Any, fault: str) -> None:
+    assert find_fault(value, kind) == fault

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import NotRequired, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.errors import SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
-from flopcalc.base.validate import FROM_0, FROM_1, POSITIVE, Each, find_fault
+from flopcalc.base.validate import FromOne, FromZero, Items, Keys, Positive, find_fault
 from flopcalc.hardware.devices import find_device
 
 SCHEMA = 1
-_FORM = {
-    "device_id": str,
-    "provenance": {"source": str, "licence": str},
-    "products": Each({"shape": (*(POSITIVE,) * 8, FROM_1), "median_error": FROM_0}),
-    "sustained": Each(POSITIVE),  # share of the products' rate that a whole step keeps up, by number format; attention
-    "joined_experts?": [str],  # formats whose experts are one kernel each way
-    "replayed_experts?": [str],  # formats in which a CUDA graph replays experts too, so that nothing waits for the host
-    "attention_flops_per_s": Each(POSITIVE, names="[1-9][0-9]*"),
-    "decode_bytes_per_s": POSITIVE,
-    "collectives": Each(Each([(POSITIVE, POSITIVE)]), names="[1-9][0-9]*"),
-}
+_Sizes = Keys(names="[1-9][0-9]*")
 
 
 class Source(TypedDict):
@@ -36,29 +26,38 @@ class Source(TypedDict):
 class ProductFit(TypedDict):
     """The fields of a ProductShape, and how far measured products lie from it."""
 
-    shape: list[float]
-    median_error: float
+    shape: Annotated[list[float], Items((*(Positive,) * 8, FromOne))]
+    median_error: FromZero
 
 
 class System(TypedDict):
-    """The measured kernels of a device; `_FORM` says what each value holds."""
+    """The measured kernels of a device."""
 
     device_id: str
     provenance: Source
     products: dict[str, ProductFit]  # by number format
-    sustained: dict[str, float]
-    joined_experts: NotRequired[list[str]]
+    # Share of the products' rate that a whole step keeps up, by number format; attention
+    sustained: dict[str, Positive]
+    joined_experts: NotRequired[list[str]]  # formats whose experts are one kernel each way
+    # Formats in which a CUDA graph replays experts too, so that nothing waits for the host
     replayed_experts: NotRequired[list[str]]
-    attention_flops_per_s: dict[str, float]  # by head dim
-    decode_bytes_per_s: float
-    collectives: dict[str, dict[str, list[list[float]]]]  # GPUs -> collective -> bytes, seconds
+    attention_flops_per_s: Annotated[dict[str, Positive], _Sizes]  # by head dim
+    decode_bytes_per_s: Positive
+    # GPUs -> collective -> bytes, seconds
+    collectives: Annotated[dict[str, dict[str, list[Annotated[list[float], Items((Positive, Positive))]]]], _Sizes]
     same_die_as: NotRequired[str]
     source: NotRequired[str]
 
 
-# A device with the die of another: its kernels are the other's, with its own peak and memory's bandwidth.
+class SameDie(TypedDict):
+    """A device with the die of another: its kernels are the other's, with its own peak and memory's bandwidth."""
+
+    device_id: str
+    same_die_as: str
+    source: str
+
+
 _RATE, _BANDWIDTH = 0, 6  # their places in a product's shape
-_SAME_DIE = {"device_id": str, "same_die_as": str, "source": str}
 
 
 @cache
@@ -71,7 +70,7 @@ def load_system(device_id: str) -> System | None:
         data = read_json(path, MAX_JSON_BYTES, SpecError)
         if (data.get("schema") if isinstance(data, dict) else None) != SCHEMA:
             raise SpecError(f"{path}: this version reads schema {SCHEMA}; benchmarks/make_systems.py makes such files")
-        if fault := find_fault(data, _SAME_DIE if "same_die_as" in data else _FORM):
+        if fault := find_fault(data, SameDie if "same_die_as" in data else System):
             raise SpecError(f"{path}: {fault.lstrip('.: ')}; benchmarks/make_systems.py makes such files")
         if data["device_id"] != device_id:
             raise SpecError(f"{path}: is of {data['device_id']!r}, not of {device_id!r}")

@@ -16,12 +16,12 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from typing import NamedTuple, get_args
+from typing import Annotated, NamedTuple, TypedDict, get_args
 
 from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
-from flopcalc.base.validate import ANY, FROM_0, FROM_1, POSITIVE, find_fault
+from flopcalc.base.validate import FromZero, Keys, Positive, Rule, find_fault
 from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
@@ -50,9 +50,17 @@ _SPREAD = 0.4  # of rows an expert, over their mean: routers that routing.py doe
 _BLOCK = 128  # of attention, in both sides
 UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as the measured one between 64 and 128 is
 _STEP = 64  # what queries come in on the way back
-_TILES = [((FROM_1,) * 4 + (POSITIVE, POSITIVE, ANY, FROM_0, FROM_0))]
-_LINE = {"start": FROM_0, "split": (FROM_0, FROM_0), "tiles": _TILES, "splits": _TILES}
-_FORM = {"provenance": {"device": str, "date": str}, **dict.fromkeys((*DIRECTIONS, *_ROUND), _LINE)}
+_Size = Annotated[int, Rule(lambda size: size >= 1, "is no size")]
+_TileRow = tuple[_Size, _Size, _Size, _Size, Positive, Positive, float, FromZero, FromZero]
+
+
+class TileFits(TypedDict):
+    """One direction as its file has it: fields of Choices, and the tiles."""
+
+    start: FromZero
+    split: tuple[FromZero, FromZero]
+    tiles: list[_TileRow]
+    splits: list[_TileRow]
 
 
 class Tile(NamedTuple):
@@ -104,11 +112,13 @@ def load_choices(kind: str = "hopper") -> dict[str, Choices]:
     """Direction, with -64 for batches of a multiple of 64 rows -> the tiles that cuBLAS takes on GPUs of a kind."""
     path = os.path.join(find_data_dir(), "tiles", f"{kind}.json")
     data = read_json(path, MAX_JSON_BYTES, SpecError)
-    if fault := find_fault(data, _FORM):
+    names = (*DIRECTIONS, *_ROUND)
+    fits = {name: part for name, part in data.items() if name != "provenance"} if isinstance(data, dict) else data
+    if fault := find_fault(fits, Annotated[dict[str, TileFits], Keys(names)]):
         raise SpecError(f"{path}: {fault.lstrip('.: ')}; benchmarks/tile_choices.py makes such files")
     found = {}
-    for name in (*DIRECTIONS, *_ROUND):
-        part = data[name]
+    for name in names:
+        part: TileFits = fits[name]
         tiles, splits = (
             tuple(
                 Tile(a, b, a * along, b * across, _UNITS // (along * across), *rest)

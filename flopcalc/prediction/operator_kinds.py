@@ -23,40 +23,47 @@ KINDS: dict[str, tuple[str, ...]] = {
         "copy": "clone copy_ copy repeat repeat_interleave roll flip slice_backward select_backward slice_scatter "
         "select_scatter as_strided_scatter unfold_backward view_copy expand_copy _reshape_copy im2col col2im "
         "constant_pad_nd reflection_pad2d reflection_pad2d_backward pixel_shuffle pixel_unshuffle tril triu "
-        "split_with_sizes_copy",
+        "split_with_sizes_copy replication_pad3d replication_pad3d_backward",
         "cat": "cat stack",
         "reduce": "mean sum any all amax amin max min var std prod norm linalg_vector_norm logsumexp argmax argmin "
         "var_mean _is_all_true _is_any_true count_nonzero",
-        "norm": "native_layer_norm _fused_rms_norm native_group_norm native_batch_norm _native_batch_norm_legit",
+        "norm": "native_layer_norm _fused_rms_norm native_group_norm native_batch_norm _native_batch_norm_legit "
+        "_weight_norm_interface",
         "norm_backward": "native_layer_norm_backward _fused_rms_norm_backward native_group_norm_backward "
-        "native_batch_norm_backward",
+        "native_batch_norm_backward _weight_norm_interface_backward",
         "softmax": "_softmax _safe_softmax _log_softmax",
         "softmax_backward": "_softmax_backward_data _log_softmax_backward_data",
         "gather": "embedding index index_select gather _unsafe_index masked_select grid_sampler_2d upsample_bilinear2d "
         "upsample_bicubic2d upsample_nearest2d upsample_linear1d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-        "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d",
-        "embedding_backward": "embedding_dense_backward",
+        "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d _upsample_nearest_exact2d upsample_nearest3d "
+        "_embedding_bag _embedding_bag_forward_only",
+        "embedding_backward": "embedding_dense_backward _embedding_bag_backward "
+        "_embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward",
         "scatter": "index_put _index_put_impl_ index_add scatter scatter_add scatter_reduce "
         "masked_scatter masked_scatter_backward index_copy _unsafe_index_put index_fill grid_sampler_2d_backward "
         "upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_nearest2d_backward "
         "upsample_linear1d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward "
-        "avg_pool2d_backward max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward",
+        "avg_pool2d_backward max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward "
+        "_upsample_nearest_exact2d_backward upsample_nearest3d_backward",
         "sort": "topk sort cumsum cumprod cummax cummin histc bincount searchsorted bucketize unique_consecutive "
         "_unique2 unique_dim argsort",
         "loss": "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward",
         "random": "bernoulli exponential normal rand randn randint uniform native_dropout rand_like randn_like",
         # The host waits for a value, or until one of its own has come over.
-        "read": "_local_scalar_dense nonzero equal lift_fresh",
+        "read": "_local_scalar_dense nonzero equal lift_fresh is_same_size",
+        "optimizer": "_foreach_add_ _foreach_zero_ _fused_adamw_",
+        "fourier": "_fft_r2c _fft_c2c _fft_c2r",
         "product": "mm addmm bmm baddbmm _grouped_mm grouped_mm_fallback convolution convolution_backward dot vdot mv "
         "addmv _scaled_mm _int_mm linalg_solve_triangular _convolution cudnn_convolution slow_conv2d_forward "
-        "slow_conv3d_forward slow_conv3d",
+        "_slow_conv2d_forward slow_conv3d_forward slow_conv3d convolution_overrideable",
         "attention": "attend attend_backward _scaled_dot_product_flash_attention "
         "_scaled_dot_product_flash_attention_backward "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
         "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
         "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward "
-        "_cudnn_attention_forward _cudnn_attention_backward",
+        "_cudnn_attention_forward _cudnn_attention_backward _scaled_dot_product_fused_attention_overrideable "
+        "_scaled_dot_product_fused_attention_overrideable_backward",
         "pointwise": "add sub rsub mul div addcmul addcdiv neg abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt "
         "reciprocal pow sin cos tan tanh sigmoid silu gelu relu relu6 leaky_relu elu softplus mish hardtanh hardswish "
         "hardsigmoid erf ceil floor round trunc frac clamp clamp_min clamp_max minimum maximum fmod remainder "
@@ -77,7 +84,7 @@ _SMALL_SORT = 2048  # bytes
 
 # What a trace tells apart beyond a name: elementwise kernels whose tensors do not lie alike in memory, and what is no
 # operator at all.
-RECORDED_KINDS = frozenset(KINDS) - {"wrapper"} | {
+RECORDED_KINDS = frozenset(KINDS) - {"wrapper", "optimizer", "fourier"} | {
     "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide",
     "pointwise_strided_across", "copy_strided", "copy_strided_wide", "copy_strided_across", "cast_strided",
     "cat_one", "cat_strided", "cat_strided_wide", "product_grouped", "attention_masked", "module", "node",

@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 from flopcalc._version import __version__
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.base.spelling import spell
-from flopcalc.base.validate import FROM_0, Each, Rule, find_fault
+from flopcalc.base.validate import FromZero, Keys, Rule, find_fault
 from flopcalc.base.vocabulary import PHASES, Convention, Kernel, Phase, PipelinePhase, Recompute
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
@@ -345,31 +345,38 @@ def make_trace_key(source: Source, recipe: Recipe, phase: PipelinePhase, has_ima
     return make_key({**identity, **read_versions()})
 
 
-_COEFFICIENT = Rule(
-    str, lambda text: re.fullmatch(r"-?[0-9]{1,60}(/[1-9][0-9]{0,59})?", text) is not None, "is no number"
-)
 _MONOMIAL_NAMES = {"b", "n", "c", "images", "patches", "pairs"}
-_TRACE_FORM = {
-    "schema": int,
-    "name": str,
-    "model_type": str,
-    "parameters": Rule(
-        Each(int, ("total", "trainable")), lambda sizes: all(size >= 0 for size in sizes.values()), "holds no counts"
-    ),
-    "made_with": Each(str),
-    "visual": Rule({}, lambda sizes: _are_sizes(sizes), "holds no sizes"),
-    "axes": Rule({}, lambda axes: all(isinstance(each, list) for each in axes.values()), "holds no lists"),
-    "polynomials": [
-        {
-            "phase": Rule(str, lambda word: word in PHASES, "is no phase"),
-            "has_images": bool,
-            "monomials": [str],
-            "rows": Each(([_COEFFICIENT], [_COEFFICIENT], [_COEFFICIENT]), names=".*"),  # the root has no name
-            "reached": FROM_0,
-            "limit": FROM_0,
-        }
-    ],
-}
+_is_coefficient = re.compile(r"-?[0-9]{1,60}(/[1-9][0-9]{0,59})?").fullmatch
+_Coefficients = list[Annotated[str, Rule(lambda text: _is_coefficient(text) is not None, "is no number")]]
+
+
+class SavedPolynomials(TypedDict):
+    """Polynomials in a file: coefficients are text."""
+
+    phase: Phase
+    has_images: bool
+    monomials: list[str]
+    # The root has no name
+    rows: Annotated[dict[str, tuple[_Coefficients, _Coefficients, _Coefficients]], Keys(names=".*")]
+    reached: FromZero
+    limit: FromZero
+
+
+class SavedTrace(TypedDict):
+    """A kept trace."""
+
+    schema: int
+    name: str
+    model_type: str
+    parameters: Annotated[
+        dict[str, int],
+        Keys(("total", "trainable")),
+        Rule(lambda sizes: all(size >= 0 for size in sizes.values()), "holds no counts"),
+    ]
+    made_with: dict[str, str]
+    visual: Annotated[dict[str, Any], Keys(names=".*"), Rule(lambda sizes: _are_sizes(sizes), "holds no sizes")]
+    axes: Annotated[dict[str, list[Any]], Keys(names=".*")]
+    polynomials: list[SavedPolynomials]
 
 
 def _are_sizes(sizes: dict[str, object]) -> bool:
@@ -400,7 +407,7 @@ def load_trace(key: str) -> Traced | None:
         data = read_json(path, MAX_TABLE_BYTES, FlopcalcError)
     except FlopcalcError:
         return None
-    if find_fault(data, _TRACE_FORM) or data["schema"] != SCHEMA:
+    if find_fault(data, SavedTrace) or data["schema"] != SCHEMA:
         return None
     if not all(_is_solved(entry) for entry in data["polynomials"]):
         return None

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import bmm_flop, flop_registry, mm_flop
+from torch.utils.flop_counter import flop_registry
 
-__all__ = ["FORMULAS", "NOT_PRODUCTS", "Counted", "count_flops", "watch_modules"]
+from flopcalc.measure.counters.formulas import SKIPPED, grouped_mm
+from flopcalc.measure.counters.formulas import Formula as ShapeFormula
+from flopcalc.prediction.kinds import classify
+
+__all__ = ["FORMULAS", "Counted", "count_flops", "watch_modules"]
 
 Formula = Callable[[tuple[Any, ...], Mapping[str, Any], Any], int]
 
@@ -44,149 +47,32 @@ class Counted:
 
 def _grouped_mm(args: tuple[Any, ...], kwargs: Mapping[str, Any], _out: Any) -> int:
     """One product per group; the group sizes are the differences of `offs`, so only their end matters."""
-    a, b = args[0], args[1]
+    a, b = list(args[0].shape), list(args[1].shape)
     offs = args[2] if len(args) > 2 else kwargs.get("offs")
-    if a.dim() == 3 and b.dim() == 3:  # (G, M, K) x (G, K, N): no ragged side
-        return int(bmm_flop(a, b))
     # Rows behind the last offset belong to no group and are not multiplied. On meta the offsets have no
     # values: then every row has a group, as in HF's sorted expert rows.
-    ragged = a.shape[0] if a.dim() == 2 and b.dim() == 3 else a.shape[1] if a.dim() == 2 else b.shape[1]
-    used = ragged if offs is None or offs.is_meta else int(offs[-1])
-    if a.dim() == 2 and b.dim() == 3:  # (S, K) x (G, K, N) -> (S, N)
-        return 2 * used * int(b.shape[1]) * int(b.shape[2])
-    if a.dim() == 3:  # (G, M, K) x (K, S) -> (M, S)
-        return 2 * used * int(a.shape[1]) * int(a.shape[2])
-    return 2 * used * int(a.shape[0]) * int(b.shape[1])  # (M, S) x (S, N) -> (G, M, N), the weight gradient
+    if offs is not None and not offs.is_meta:
+        ragged, axis = (a, 0 if len(b) == 3 else 1) if len(a) == 2 else (b, 1)
+        ragged[axis] = int(offs[-1])
+    return int(grouped_mm((a, b), ()))
 
 
-def _convolution_backward(args: tuple[Any, ...], _kwargs: Mapping[str, Any], _out: Any) -> int:
-    """Each gradient pairs the same elements as the forward pass does: 2 x weights x output positions.
-
-    The stock formula multiplies the weight gradient by the number of groups.
-    """
-    grad_out, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-    positions = prod((x if transposed else grad_out).shape[2:])
-    forward = 2 * int(x.shape[0]) * positions * prod(weight.shape)
-    return int(forward * (bool(wanted[0]) + bool(wanted[1])))
-
-
-def _solve_triangular(args: tuple[Any, ...], _kwargs: Mapping[str, object], out: Any) -> int:
-    """Substitution: row i of n costs a product with the i rows before it, for each of k right-hand sides.
-
-    Sum of 2·i·k over i < n. Divisions by the diagonal are neither a multiply nor an add.
-    """
-    n = int(args[0].shape[-1])
-    return (n - 1) * int(prod(out.shape))  # out has n·k elements, whichever side A stands on
-
-
-def _mv(args: tuple[Any, ...], _kwargs: Mapping[str, object], _out: object) -> int:
-    return 2 * int(prod(args[-2].shape))  # mv(A, x) and addmv(y, A, x)
-
-
-def _dot(args: tuple[Any, ...], _kwargs: Mapping[str, object], _out: object) -> int:
-    return 2 * int(prod(args[0].shape))
-
-
-def _fallback_grouped_mm(args: tuple[object, ...], _kwargs: Mapping[str, object], out: object) -> int:
-    return _grouped_mm(args[:2], {"offs": args[2]}, out)
-
-
-def _attend(args: tuple[Any, ...], _kwargs: Mapping[str, Any], _out: Any) -> int:
-    """Fused attention on (b, h, s, d), (b, h_kv, t, d), (b, h_kv, t, e): every pair, for each query head.
-
-    The stock formula refuses fewer key than query heads (torch 2.11).
-    """
-    query, key, value = args[0], args[1], args[2]
-    b, h, s, d = (int(size) for size in query.shape)
-    return 2 * b * h * s * int(key.shape[-2]) * (d + int(value.shape[-1]))
-
-
-def _attend_backward(args: tuple[Any, ...], _kwargs: Mapping[str, Any], _out: Any) -> int:
-    """Its backward forms the scores again, then dV, dP, dQ and dK: three products of width d, two of width e."""
-    query, key, value = args[1], args[2], args[3]
-    b, h, s, d = (int(size) for size in query.shape)
-    return 2 * b * h * s * int(key.shape[-2]) * (3 * d + 2 * int(value.shape[-1]))
+def _from_shapes(formula: ShapeFormula) -> Formula:
+    return lambda args, _kwargs, _out: int(formula([getattr(value, "shape", ()) for value in args], args))
 
 
 def _stock(formula: Callable[..., int]) -> Formula:
     return lambda args, kwargs, out: int(formula(*args, **kwargs, out_val=out))
 
 
-# Operator name -> formula. The names here replace torch's own entry.
+# Operator name -> formula. The names here replace torch's own entry, which multiplies the weight gradient of a
+# convolution by its groups, and refuses fused attention with fewer key than query heads (torch 2.11).
 FORMULAS: dict[str, Formula] = {
+    **{name: _from_shapes(formula) for name, formula in SKIPPED.items()},
     "aten::_grouped_mm": _grouped_mm,
-    "transformers::grouped_mm_fallback": _fallback_grouped_mm,  # its backward is plain mm
-    "aten::convolution_backward": _convolution_backward,
-    **{
-        f"aten::_scaled_dot_product_{kernel}{suffix}": formula
-        for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-        for suffix, formula in (("", _attend), ("_backward", _attend_backward))
-    },
-    "aten::linalg_solve_triangular": _solve_triangular,
-    "aten::mv": _mv,
-    "aten::addmv": _mv,
-    "aten::dot": _dot,
-    "aten::vdot": _dot,
-    "aten::addmm_": lambda args, _kwargs, _out: int(mm_flop(args[1], args[2])),
-    "aten::baddbmm_": lambda args, _kwargs, _out: int(bmm_flop(args[1], args[2])),
-    "aten::addmv_": _mv,
-    "aten::_int_mm": _stock(mm_flop),
+    "transformers::grouped_mm_fallback": lambda args, _kwargs, out: _grouped_mm(args[:2], {"offs": args[2]}, out),
 }
-
-# --- Operators known not to be matrix products, with the reason ---------------------------------------------
-
-_MOVES = "moves or selects elements, no arithmetic"
-_MAKES = "makes a new tensor"
-_LOOKS_UP = "table look-up or its gradient: adds rows, multiplies nothing"
-_NORMALIZES = "normalization or softmax: elementwise work and sums, no product"
-_LOSS = "loss: excluded by convention, no product"
-_RANDOM = "draws random numbers"
-_SCANS = "prefix sums or ordering along one axis, no product"
-_READS = "reads a value or a property"
-
-NOT_PRODUCTS: dict[str, str] = {
-    f"aten::{name}": reason
-    for reason, names in {
-        _MOVES: "_to_copy cat copy_ copy stack constant_pad_nd index select_backward slice_backward repeat "
-        "repeat_interleave roll flip gather scatter scatter_ masked_scatter masked_scatter_ "
-        "masked_scatter_backward masked_select nonzero index_select tril triu _unsafe_view _reshape_copy set_ "
-        "resize_ fill_ zero_ fill masked_fill masked_fill_ lift_fresh unique_consecutive _unique2 one_hot "
-        "view_copy new_empty_strided detach_ unsqueeze_ _reshape_alias unfold_backward slice_scatter select_scatter "
-        "expand_copy clone isin split_with_sizes_copy unsafe_split transpose_ im2col col2im tril_ triu_ as_strided_ "
-        "reflection_pad2d reflection_pad2d_backward replication_pad3d replication_pad3d_backward index_copy_ "
-        "index_copy unique_dim pixel_shuffle pixel_unshuffle",
-        _MAKES: "arange empty empty_like empty_strided full full_like linspace new_empty new_full new_ones new_zeros "
-        "ones ones_like scalar_tensor zeros zeros_like eye",
-        _LOOKS_UP: "embedding embedding_dense_backward index_add index_add_ index_put index_put_ _index_put_impl_ "
-        "scatter_add scatter_add_ scatter_reduce _unsafe_index_put _embedding_bag _embedding_bag_forward_only "
-        "_embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward",
-        _NORMALIZES: "_softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
-        "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward "
-        "native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward "
-        "_native_batch_norm_legit _weight_norm_interface _weight_norm_interface_backward",
-        _LOSS: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward",
-        _RANDOM: "bernoulli bernoulli_ exponential_ normal_ rand randn randint uniform_ native_dropout "
-        "native_dropout_backward rand_like randn_like normal",
-        _SCANS: "cumsum cumprod cummax cummin sort topk histc bincount searchsorted bucketize",
-        _READS: "_local_scalar_dense _is_all_true _is_any_true is_same_size equal",
-        "pooling: means or maxima of neighbours, no product": "avg_pool2d avg_pool2d_backward max_pool2d_with_indices "
-        "max_pool2d_with_indices_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward",
-        "optimizer: excluded by convention, elementwise work on lists of tensors": "_foreach_add_ _foreach_zero_ "
-        "_fused_adamw_",
-        "fast Fourier transform: butterflies, no matrix product": "_fft_r2c _fft_c2c _fft_c2r",
-        "elementwise; torch forgot the tag": "floor_divide softplus_backward polar log_sigmoid_forward "
-        "glu glu_backward log_sigmoid_backward hardtanh_backward hardswish hardswish_ hardswish_backward hardsigmoid "
-        "hardsigmoid_backward elu_backward leaky_relu_backward floor_divide_ _prelu_kernel _prelu_kernel_backward",
-        "interpolation: a table of positions is read between its entries": "grid_sampler_2d grid_sampler_2d_backward "
-        "upsample_linear1d upsample_linear1d_backward "
-        "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "
-        "upsample_nearest3d upsample_nearest3d_backward "
-        "upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward "
-        "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa "
-        "_upsample_bicubic2d_aa_backward",
-    }.items()
-    for name in names.split()
-}
+_MAY_BE_PRODUCTS = ("product", "attention", "wrapper", "other")
 
 
 @cache
@@ -200,13 +86,13 @@ def _formula(func: torch._ops.OpOverload) -> Formula | None:
 
 @cache
 def _is_known(func: torch._ops.OpOverload) -> bool:
-    """Whether this operator is known not to be a product: by torch's own tags, or by the table above."""
+    """Whether this operator is known not to be a product: by torch's own tags, or by its kind."""
     tags = func.tags
     return (
         torch.Tag.pointwise in tags
         or torch.Tag.reduction in tags
         or func.is_view
-        or func._schema.name in NOT_PRODUCTS
+        or (func.namespace == "aten" and classify(func._schema.name) not in _MAY_BE_PRODUCTS)
         or func.namespace == "profiler"  # marks in a trace
     )
 

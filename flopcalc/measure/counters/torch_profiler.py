@@ -11,9 +11,8 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from math import prod
 from typing import Any
 
 import torch
@@ -21,117 +20,13 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flopcalc.base.vocabulary import Phase
+from flopcalc.measure.counters.formulas import COUNTED, SKIPPED, attend_backward, count_pairs
 from flopcalc.measure.counters.witnessed import Witnessed, ready_step, synchronize
-
-Shapes = Sequence[Sequence[int]]
-Values = Sequence[Any]
 
 _EXCLUDED = "flopcalc: rotary embedding"
 _STOPPED = "flopcalc: recomputation stopped"
 _OPTIMIZER = "Optimizer.step#"  # torch's own mark; an optimizer's products (Muon's) are no work of the model
 
-# --- What it skips, from shapes; `values` holds the arguments that are no tensors ---------------------------------
-
-
-def _mm(shapes: Shapes, _values: Values) -> int:
-    return 2 * prod(shapes[0]) * shapes[1][-1]  # (…, m, k) x (…, k, n)
-
-
-def _mv(shapes: Shapes, _values: Values) -> int:
-    return 2 * prod(next(shape for shape in shapes if len(shape) == 2))
-
-
-def _dot(shapes: Shapes, _values: Values) -> int:
-    return 2 * prod(shapes[0])
-
-
-def _grouped_mm(shapes: Shapes, _values: Values) -> int:
-    """One product per group; offsets are not recorded, so every row is taken to have a group, as HF's rows do."""
-    a, b = shapes[0], shapes[1]
-    if len(a) == 2 and len(b) == 3:  # (S, K) x (G, K, N)
-        return 2 * a[0] * a[1] * b[2]
-    if len(a) == 3 and len(b) == 2:  # (G, M, K) x (K, S)
-        return 2 * a[1] * a[2] * b[1]
-    if len(a) == 2:  # (M, S) x (S, N) -> (G, M, N), the weight gradient
-        return 2 * a[0] * a[1] * b[1]
-    return 2 * prod(a) * b[2]  # (G, M, K) x (G, K, N)
-
-
-def _convolution(shapes: Shapes, values: Values) -> int:
-    """2 x weights x output positions; the weight's second dimension is already divided by the groups."""
-    x, weight = shapes[0], shapes[1]
-    stride, padding, dilation = ([int(value) for value in values[at]] for at in (3, 4, 5))
-    transposed = len(values) > 6 and values[6] is True
-    if transposed:
-        return 2 * x[0] * prod(x[2:]) * prod(weight)
-    positions = 1
-    for axis in range(len(x) - 2):
-        # One entry may stand for all axes.
-        s, p, d = (entry[axis % len(entry)] for entry in (stride, padding, dilation))
-        positions *= (x[2 + axis] + 2 * p - d * (weight[2 + axis] - 1) - 1) // s + 1
-    return 2 * x[0] * positions * prod(weight)
-
-
-def _convolution_backward(shapes: Shapes, values: Values) -> int:
-    """Each gradient pairs the same elements as the forward pass does."""
-    grad_out, x, weight = shapes[0], shapes[1], shapes[2]
-    positions = prod((x if values[7] else grad_out)[2:])
-    wanted = values[10]
-    return int(2 * x[0] * positions * prod(weight) * (bool(wanted[0]) + bool(wanted[1])))
-
-
-def _attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], times_qk: int, times_v: int) -> int:
-    """q (b, h, s, d), k (b, h, t, d), v (b, h, t, e): every pair; key heads may be fewer, the work is not."""
-    return 2 * q[0] * q[1] * q[2] * k[2] * (times_qk * q[3] + times_v * v[3])
-
-
-def _attention_forward(shapes: Shapes, _values: Values) -> int:
-    return _attention(shapes[0], shapes[1], shapes[2], 1, 1)
-
-
-def _attention_backward(shapes: Shapes, _values: Values) -> int:
-    # Scores again, dQ and dK over d; dP and dV over e.
-    return _attention(shapes[1], shapes[2], shapes[3], 3, 2)
-
-
-def _solve_triangular(shapes: Shapes, _values: Values) -> int:
-    return (shapes[0][-1] - 1) * prod(shapes[1])
-
-
-_SKIPPED: dict[str, Callable[[Shapes, Values], int]] = {
-    "aten::_scaled_dot_product_flash_attention": _attention_forward,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_forward,
-    "aten::_scaled_dot_product_efficient_attention": _attention_forward,
-    "aten::_scaled_dot_product_cudnn_attention": _attention_forward,
-    "aten::_scaled_dot_product_fused_attention_overrideable": _attention_forward,
-    "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
-    "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward,
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
-    "aten::addmm_": lambda shapes, values: _mm(shapes[1:], values),
-    "aten::baddbmm_": lambda shapes, values: _mm(shapes[1:], values),
-    "aten::addmv_": _mv,
-    "aten::_grouped_mm": _grouped_mm,
-    "transformers::grouped_mm_fallback": _grouped_mm,
-    "aten::mv": _mv,
-    "aten::addmv": _mv,
-    "aten::dot": _dot,
-    "aten::vdot": _dot,
-    "aten::_int_mm": _mm,
-    "aten::_scaled_mm": _mm,
-    "aten::linalg_solve_triangular": _solve_triangular,
-}
-# The profiler's own, filled in where it gave one of these nothing (an overload that it does not read).
-_COUNTED: dict[str, Callable[[Shapes, Values], int]] = {
-    "aten::mm": _mm,
-    "aten::bmm": _mm,
-    "aten::addmm": lambda shapes, values: _mm(shapes[1:], values),
-    "aten::baddbmm": lambda shapes, values: _mm(shapes[1:], values),
-    "aten::conv2d": _convolution,
-}
 # Matrix work that shapes alone do not tell (ragged batches, packed weights): stays in the ledger.
 _UNKNOWN = (
     "aten::_flash_attention_forward", "aten::_flash_attention_backward", "aten::_efficient_attention_forward",
@@ -261,11 +156,11 @@ class _Tally:
         name, flops = event.name, int(event.flops or 0)
         if flops:
             self.by[name] += flops
-        formula = _SKIPPED.get(name) or _COUNTED.get(name)
+        formula = SKIPPED.get(name) or COUNTED.get(name)
         if is_stopped or (formula is None and name not in _UNKNOWN and not _FOREIGN.search(name)):
             return
         # A product inside another one (mm inside a grouped product's fallback) is the same work.
-        if any(parent.name in _SKIPPED or parent.name in _COUNTED for parent in _ancestors(event)):
+        if any(parent.name in SKIPPED or parent.name in COUNTED for parent in _ancestors(event)):
             return
         if any(parent.name == _EXCLUDED or parent.name.startswith(_OPTIMIZER) for parent in _ancestors(event)):
             return
@@ -285,9 +180,9 @@ class _Tally:
         if found and not _has_flops(event):  # a fallback's inner products are in the profiler's total
             self.not_counted[name] += 1
         self.corrected += found
-        if formula is _attention_backward:
+        if formula is attend_backward:
             q, k, v = event.input_shapes[1:4]
-            self.formed_again += _attention(q, k, v, 1, 0)
+            self.formed_again += count_pairs(q, k, v, 1, 0)
 
 
 def _find_stopped(events: Sequence[Any]) -> set[int]:
@@ -301,12 +196,12 @@ def _find_stopped(events: Sequence[Any]) -> set[int]:
             began = last[event.thread]
             # What saves an output (fused attention) has run by then; products save inputs alone.
             chain = [began, *_ancestors(began)]
-            found |= {id(e) for e in chain if (e.name in _COUNTED or e.name in _SKIPPED) and "attention" not in e.name}
+            found |= {id(e) for e in chain if (e.name in COUNTED or e.name in SKIPPED) and "attention" not in e.name}
     return found
 
 
 def _has_flops(event: Any) -> bool:
-    return any((child.flops and child.name in _COUNTED) or _has_flops(child) for child in event.cpu_children)
+    return any((child.flops and child.name in COUNTED) or _has_flops(child) for child in event.cpu_children)
 
 
 def _ancestors(event: Any) -> Iterator[Any]:

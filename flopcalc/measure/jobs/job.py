@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.validate import FromZero
 
 Json = dict[str, Any]
 # Journals name a job's function by the path that it had when they were first written.
@@ -53,7 +54,7 @@ class Result(NamedTuple):
     reason: str | None  # oom, timeout, killed, exit, exception, worker lost
     detail: str | None
     data: Any
-    seconds: float
+    seconds: FromZero
 
     @property
     def is_ok(self) -> bool:

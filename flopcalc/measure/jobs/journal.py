@@ -12,15 +12,8 @@ from io import BytesIO
 
 from flopcalc.base.errors import format_value
 from flopcalc.base.files import MAX_LOG_BYTES, read_bytes
-from flopcalc.base.validate import FROM_0, Rule, find_fault
+from flopcalc.base.validate import find_fault
 from flopcalc.measure.jobs.job import Json, Result, RunnerError
-
-_WORDS = Rule(object, lambda value: value is None or isinstance(value, str), "is no text")
-_RESULT = {
-    **dict.fromkeys(("job", "row", "key", "status"), str),
-    **dict.fromkeys(("reason", "detail"), _WORDS),
-    "seconds": FROM_0,
-}
 
 
 class Journal:
@@ -50,7 +43,7 @@ class Journal:
                 if number == 0:
                     stored = dict(entry["run"])
                 else:
-                    if fault := find_fault(entry, _RESULT):
+                    if fault := find_fault(entry, Result):
                         raise ValueError(fault.lstrip(".: "))
                     self.results.append(Result(**entry))
             except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -13,7 +13,7 @@ from flopcalc._version import __version__
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import format_value
 from flopcalc.base.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
-from flopcalc.base.validate import FROM_0, find_fault
+from flopcalc.base.validate import FromZero, find_fault
 from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.journal import describe_error
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
@@ -191,7 +191,7 @@ def _find_wrong(row: Json) -> str | None:
         return f"notes is {format_value(row['notes'])}"
     for keys in _NUMBERS:
         value = get_value(row, *keys)
-        if value is not None and find_fault(value, FROM_0):
+        if value is not None and find_fault(value, FromZero):
             return f"{'.'.join(keys)} is {format_value(value)}"
     return None
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.errors import SpecError, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
-from flopcalc.base.validate import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
+from flopcalc.base.validate import FromOne, FromZero, Items, Keys, Positive, Rule, find_fault
 
 Mode = Literal["train", "forward"]  # with gradients or without
 HostPhase = Literal["train", "forward", "decode"]
@@ -24,6 +24,23 @@ _DRIFT = 0.1
 # other than the calibrated one (benchmarks/results: blind_steps, blind_steps_2, host_steps) the median error is 5.1 %
 # with it and 7.1 % in proportion. On the calibrated machine itself, whose speed changes with time, steps follow fully.
 FOLLOWS = 0.75
+
+# What a fit may leave at 0, or make negative, may be so below: all that `calibrate --predictor` writes is read.
+_Line = Annotated[list[float], Items((FromZero,) * 2)]
+_Plane = Annotated[list[float], Items((FromZero,) * 3)]
+_Shape = Annotated[list[float], Items((Positive,) * 8 + (FromOne,))]
+_Grouped = Annotated[list[float], Items((Positive,) * 6)]
+_Call = Annotated[list[float], Items((FromZero,) * 4), Rule(any, "is 0 throughout")]
+_Pace = Annotated[list[float], Items((FromZero, float))]
+_Point = Annotated[list[float], Items((Positive, Positive))]
+_Curve = Annotated[
+    list[_Point],
+    Rule(
+        lambda points: bool(points) and all(low[0] < high[0] for low, high in pairwise(points)),
+        "is no curve of rising sizes",
+    ),
+]
+_Modes = Keys(("train", "forward"))
 
 
 class Provenance(TypedDict):
@@ -49,46 +66,51 @@ class Provenance(TypedDict):
 class PlainProducts(TypedDict):
     """Of matrix products: the fields of a ProductShape, and what sizes nearby leave over."""
 
-    shape: list[float]
-    unaligned: dict[str, dict[str, float]]  # step of the widths -> direction -> how many times longer
-    residuals: list[tuple[str, float, float, float, float]]  # direction, m, n, k, measured over predicted
+    shape: _Shape
+    residuals: list[tuple[str, FromOne, FromOne, FromOne, Positive]]  # direction, m, n, k, measured over predicted
+    # step of the widths -> direction -> how many times longer
+    unaligned: Annotated[dict[str, dict[str, Positive]], Keys(names="[1-9][0-9]*")]
 
 
 class ProductConstants(PlainProducts):
     """Of all products."""
 
-    grouped: dict[str, list[float]]  # direction -> the fields of a GroupShape
-    patches: NotRequired[dict[str, list[float]]]  # direction -> seconds of a call, of a FLOP
-    narrow: NotRequired[dict[str, list[float]]]  # number format -> seconds of a call, of a byte
-    adapters: NotRequired[dict[str, list[float]]]  # format and form -> seconds of a call, of a byte, of a FLOP
+    # direction -> the fields of a GroupShape
+    grouped: Annotated[dict[str, _Grouped], Keys(("forward", "dgrad", "wgrad"))]
+    patches: NotRequired[dict[str, _Line]]  # direction -> seconds of a call, of a FLOP
+    narrow: NotRequired[dict[str, _Line]]  # number format -> seconds of a call, of a byte
+    adapters: NotRequired[dict[str, _Plane]]  # format and form -> seconds of a call, of a byte, of a FLOP
 
 
 class KernelConstants(TypedDict):
     """Of single kernels."""
 
     products: ProductConstants
-    attention: dict[str, dict[str, list[float]]]  # kernel -> direction/mask/head dim -> four constants
-    moved: dict[str, list[list[float]]]  # kind -> a curve: bytes, seconds
-    linear: dict[str, list[float]]  # kind -> seconds of a call, of a byte
-    optimizer: dict[str, list[float]]  # kind -> seconds of a step, of a tensor, of a byte
+    attention: Annotated[  # kernel -> direction/mask/head dim -> four constants
+        dict[str, Annotated[dict[str, _Call], Keys(names=".*/[1-9][0-9]*")]],
+        Rule(lambda tables: bool(tables) and all(tables.values()), "lacks entries"),
+    ]
+    moved: Annotated[dict[str, _Curve], Keys(("pointwise_strided",))]  # kind -> a curve: bytes, seconds
+    linear: dict[str, _Line]  # kind -> seconds of a call, of a byte
+    optimizer: Annotated[dict[str, _Plane], Keys(("adamw",))]  # kind -> seconds of a step, of a tensor, of a byte
 
 
 class CompiledConstants(TypedDict):
     """Of compiled steps: the share of memory-bound time that is left, and host seconds of a launch."""
 
-    moved: float
-    launch_s: float
+    moved: FromZero
+    launch_s: FromZero
 
 
 class HostConstants(TypedDict):
     """Of the host: seconds of a call and of a unit by phase, of a checkpoint and of an operator run again."""
 
-    units: dict[str, float]
-    types: dict[str, dict[str, list[float]]]  # model type -> phase -> seconds of a call, factor
-    again: list[float]
-    train: list[float]
-    forward: list[float]
-    decode: list[float]
+    train: _Line
+    forward: _Line
+    decode: _Line
+    again: _Line
+    units: dict[str, FromZero]
+    types: dict[str, dict[str, _Pace]]  # model type -> phase -> seconds of a call, factor
 
 
 class OwnHost(TypedDict):
@@ -105,12 +127,12 @@ class Constants(KernelConstants):
 
     schema: int
     provenance: Provenance
-    gaps: dict[str, float]
-    power: list[float]
+    gaps: Annotated[dict[str, FromZero], _Modes]
+    power: _Line
     compiled: CompiledConstants
-    error: dict[str, float]
+    error: Annotated[dict[str, FromZero], Keys(("device", "host", "late", "compiled"))]
     host: HostConstants
-    probe_s: dict[str, float]
+    probe_s: Annotated[dict[str, Positive], _Modes]
     is_own: NotRequired[bool]  # measured on this very machine
     own_host: NotRequired[OwnHost]
 
@@ -118,63 +140,27 @@ class Constants(KernelConstants):
 class Edges(TypedDict):
     """Seconds of the probe: the middle of all rounds, and the rounds near both ends."""
 
-    low_s: float
-    mid_s: float
-    high_s: float
+    low_s: Positive
+    mid_s: Positive
+    high_s: Positive
+
+
+class HostProvenance(TypedDict):
+    """Which device's host was measured, and when."""
+
+    device_id: str
+    date: str
 
 
 class MeasuredHost(TypedDict):
     """What `flopcalc calibrate --host` measured on this machine."""
 
     schema: int
-    provenance: Provenance
-    probe_s: dict[str, Edges]
+    provenance: HostProvenance
+    probe_s: Annotated[dict[str, Edges], _Modes]
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
-_CURVE = Rule(
-    [(POSITIVE, POSITIVE)],
-    lambda points: bool(points) and all(low[0] < high[0] for low, high in pairwise(points)),
-    "is no curve of rising sizes",
-)
-_CALL = Rule((FROM_0,) * 4, any, "is 0 throughout")
-_LINE = (FROM_0, FROM_0)
-# The form of a predictor's file. What a fit may leave at 0, or make negative, may be so here: all that `calibrate
-# --predictor` writes is read.
-_FORM = {
-    "provenance": {"device_id": str},
-    "products": {
-        "shape": (*(POSITIVE,) * 8, FROM_1),
-        "residuals": [(str, FROM_1, FROM_1, FROM_1, POSITIVE)],
-        "unaligned": Each(Each(POSITIVE), names="[1-9][0-9]*"),
-        "grouped": dict.fromkeys(("forward", "dgrad", "wgrad"), (POSITIVE,) * 6),
-        "patches?": Each(_LINE),
-        "narrow?": Each(_LINE),
-        "adapters?": Each((FROM_0,) * 3),
-    },
-    "attention": Rule(
-        Each(Each(_CALL, names=".*/[1-9][0-9]*")),
-        lambda tables: bool(tables) and all(tables.values()),
-        "lacks entries",
-    ),
-    "moved": Each(_CURVE, ("pointwise_strided",)),
-    "linear": Each(_LINE),
-    "optimizer": Each((FROM_0,) * 3, ("adamw",)),
-    "gaps": dict.fromkeys(("train", "forward"), FROM_0),
-    "power": _LINE,
-    "compiled": dict.fromkeys(("moved", "launch_s"), FROM_0),
-    "error": dict.fromkeys(("device", "host", "late", "compiled"), FROM_0),
-    "host": {
-        **dict.fromkeys(("train", "forward", "decode", "again"), _LINE),
-        "units": Each(FROM_0),
-        "types": Each(Each((FROM_0, ANY))),
-    },
-    "probe_s": dict.fromkeys(("train", "forward"), POSITIVE),
-}
-_EDGES = dict.fromkeys(("low_s", "mid_s", "high_s"), POSITIVE)
-_HOST_FORM = {"provenance": {"device_id": str, "date": str}, "probe_s": {"train": _EDGES, "forward": _EDGES}}
-
-
 @cache
 def load_predictor(device_id: str) -> Constants | None:
     """The constants that were fitted on a device, the user's own first; None where it was never measured.
@@ -206,7 +192,7 @@ def _read_predictor(folder: str, device_id: str) -> Constants | None:
         data = read_json(path, MAX_JSON_BYTES, SpecError)
     except SpecError as error:
         raise SpecError(f"{error}; `flopcalc calibrate --predictor` makes it again") from None
-    if fault := _find_fault(data, SCHEMA, _FORM):
+    if fault := _find_fault(data, SCHEMA, Constants):
         raise SpecError(f"{path}: {fault}; `flopcalc calibrate --predictor` makes it again")
     found: Constants = data
     measured = found["provenance"]["device_id"]
@@ -218,10 +204,10 @@ def _read_predictor(folder: str, device_id: str) -> Constants | None:
     return found
 
 
-def _find_fault(data: object, schema: int, form: dict[str, object]) -> str:
-    """What keeps a file's value from being of a schema and a form; nothing where it is."""
+def _find_fault(data: object, schema: int, kind: type) -> str:
+    """What keeps a file's value from being of a schema and a type; nothing where it is."""
     other = data.get("schema") if isinstance(data, dict) else None
-    return f"schema {other!r}, this version reads {schema}" if other != schema else find_fault(data, form).lstrip(".: ")
+    return f"schema {other!r}, this version reads {schema}" if other != schema else find_fault(data, kind).lstrip(".: ")
 
 
 def name_host_file(device_id: str) -> str:
@@ -234,7 +220,7 @@ def load_host(device_id: str) -> MeasuredHost | None:
     if not os.path.isfile(path):
         return None
     data = read_json(path, MAX_JSON_BYTES, SpecError)
-    if fault := _find_fault(data, HOST_SCHEMA, _HOST_FORM):
+    if fault := _find_fault(data, HOST_SCHEMA, MeasuredHost):
         raise SpecError(f"{path}: {fault}; `flopcalc calibrate --host` makes it again")
     found: MeasuredHost = data
     return found

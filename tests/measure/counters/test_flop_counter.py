@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from flopcalc.measure.counters.flop_counter import FORMULAS, NOT_PRODUCTS, Counted, count_flops
+from flopcalc.measure.counters.flop_counter import FORMULAS, Counted, count_flops
+from flopcalc.prediction.kinds import KINDS, classify
 
 Tensor = Any
 _EMPTY = nn.Module()
@@ -260,16 +261,15 @@ def test_an_unknown_operator_is_reported() -> None:
     assert counted.total == 0
 
 
-def test_no_product_is_listed_as_none() -> None:
-    assert not NOT_PRODUCTS.keys() & FORMULAS.keys()
+def test_no_product_is_of_another_kind() -> None:
     registry = {packet._qualified_op_name for packet in flop_registry if hasattr(packet, "_qualified_op_name")}
-    assert not NOT_PRODUCTS.keys() & registry
-    assert all(NOT_PRODUCTS.values())
+    kinds = {name: classify(name) for name in registry | FORMULAS.keys()}
+    assert {name: kind for name, kind in kinds.items() if kind not in ("product", "attention")} == {}
 
 
-def test_not_products_are_real_operators() -> None:
-    for name in NOT_PRODUCTS:
-        assert hasattr(torch.ops.aten, name.removeprefix("aten::")), name
+def test_kinds_name_real_operators() -> None:
+    names = [name for kind, names in KINDS.items() if kind not in ("product", "attention") for name in names]
+    assert [name for name in names if not hasattr(torch.ops.aten, name)] == []
 
 
 # --- Attribution ------------------------------------------------------------------------------------------------

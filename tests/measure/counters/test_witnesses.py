@@ -21,7 +21,7 @@ from flopcalc import make_workload
 from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import make_recipe
-from flopcalc.measure.counters import cupti, fvcore_counter, gpm, ncu, torch_profiler, witness
+from flopcalc.measure.counters import cupti, formulas, fvcore_counter, gpm, ncu, torch_profiler, witness
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, make_batch
 from lab.truth import Case, Entry
@@ -253,8 +253,8 @@ def test_fused_attention_on_a_gpu_from_shapes() -> None:
     q, k, v = [2, 8, 16, 64], [2, 4, 32, 64], [2, 4, 32, 128]
     for kernel in ("flash", "efficient", "cudnn"):
         name = f"aten::_scaled_dot_product_{kernel}_attention"
-        assert torch_profiler._SKIPPED[name]([q, k, v], []) == 2 * 2 * 8 * 16 * 32 * (64 + 128)
-        back = torch_profiler._SKIPPED[f"{name}_backward"]([v, q, k, v], [])
+        assert formulas.SKIPPED[name]([q, k, v], []) == 2 * 2 * 8 * 16 * 32 * (64 + 128)
+        back = formulas.SKIPPED[f"{name}_backward"]([v, q, k, v], [])
         assert back == 2 * 2 * 8 * 16 * 32 * (3 * 64 + 2 * 128)
 
 
@@ -755,7 +755,7 @@ def test_the_gpu_side_needs_no_command_line_packages() -> None:
         "for name in ('click', 'fvcore', 'peft', 'pynvml'): sys.modules[name] = None\n"
         "import flopcalc.measure.counters.witness\n"
         "assert 'torch' not in sys.modules\n"
-        "from flopcalc.measure.counters import cupti, fvcore_counter, gpm, ncu, torch_profiler\n"
+        "from flopcalc.measure.counters import cupti, formulas, fvcore_counter, gpm, ncu, torch_profiler\n"
         "from flopcalc import make_workload\n"
         "config = dict(model_type='llama', num_hidden_layers=1, hidden_size=8, intermediate_size=8,\n"
         "              num_attention_heads=2, vocab_size=9)\n"
