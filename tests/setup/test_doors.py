@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 from pathlib import Path
@@ -341,11 +342,59 @@ def test_reasons(capsys: Capture) -> None:
         ("estimate", "optimizer", "predict, plan do"),
         ("predict", "clipping", "per-sample clipping is counted, not predicted"),
         ("estimate", "host_factor", "predict does"),
-        ("plan", "batch", "it searches the micro-batch; "),
+        ("plan", "batch", "it searches the micro-batch; --micro-batch fixes it, --global-batch is the whole step's"),
+        ("translate", "convention", "it shows every convention; --from names that of the quoted number"),
     ):
         assert reason in fail(capsys, command, "gpt2", spell_option(name, ""), "1")
     with pytest.raises(FlopcalcError, match="bind takes no seq_len: estimate, compare, explain, translate, predict"):
         flopcalc.bind("gpt2", seq_len=5)
+
+
+def test_few_named_parameters() -> None:
+    """Sizes, media and setups come by keyword from one table each, so that no function lists them all."""
+    functions = {name: getattr(flopcalc, name) for name in flopcalc.__all__}
+    functions = {name: each for name, each in functions.items() if inspect.isfunction(each)}
+    functions["Estimator"] = flopcalc.Estimator.__call__
+    named = {
+        name: [each.name for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
+        for name, function in functions.items()
+    }
+    assert {name: names for name, names in named.items() if len([each for each in names if each != "self"]) > 8} == {}
+    assert len(named) > 15
+
+
+def test_no_gpu_for_auto(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every door says that device auto found nothing; what needs a device refuses."""
+    for module in ("setup.counting", "core.estimate.utilization"):
+        monkeypatch.setattr(f"flopcalc.{module}.detect_device", lambda: None)
+    assert estimate_flops("gpt2", seq_len=64, device="auto").notes == [
+        "no GPU found on this machine: name one with device, or give peak"
+    ]
+    shown = run_json(capsys, "estimate", "gpt2", "--seq", "64", "--device", "auto")
+    assert shown["notes"] == ["no GPU found on this machine: name one with --device, or give --peak"]
+    for function in (flopcalc.bind, predict):
+        with pytest.raises(FlopcalcError, match='device="auto": this machine shows no GPU'):
+            function("gpt2", device="auto", **({} if function is flopcalc.bind else {"seq_len": 64}))
+
+
+def test_a_short_name_is_explained_once(capsys: Capture) -> None:
+    shown = run_json(capsys, "estimate", "gpt2", "--seq", "64", "--device", "h100", "--step-time", "0.00001")
+    assert [note for note in shown["notes"] if "taken as" in note] == [
+        "h100 taken as h100-sxm; h100-pcie and h100-nvl differ"
+    ]
+    assert sum("above 1" in note for note in shown["notes"]) == 2
+
+
+def test_steps_of_other_groups_are_not_added() -> None:
+    first, second = (estimate_flops("gpt2", seq_len=64, gpus=4, tp=tp) for tp in (1, 2))
+    with pytest.raises(FlopcalcError, match="cannot add a step of 4 GPUs in 2 groups to one of 4 GPUs in 4 groups"):
+        first + second
+    assert (first + first).total == 2 * first.total
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_help_ends_in_one_stop(name: str) -> None:
+    assert re.search(r"\w[)']?\.$", FIELDS[name].help)
 
 
 # --- messages below the command line ----------------------------------------------------------------------------------
