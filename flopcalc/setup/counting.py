@@ -227,7 +227,8 @@ def find_run(estimate: Estimate, setup: Setup) -> Run | None:
     """The whole run that a number of tokens asks for."""
     share = setup.get("mfu")
     share = parse_share(share, "mfu") if isinstance(share, str) else share and check_positive(share, "mfu")
-    if setup.get("tokens") is None:
+    tokens = setup.get("tokens")
+    if tokens is None:
         if share is not None:
             raise WorkloadError(
                 f"{spell('mfu')} belongs to a whole run: give its {spell('tokens')} too; {spell('step_time')} gives a "
@@ -238,7 +239,7 @@ def find_run(estimate: Estimate, setup: Setup) -> Run | None:
 
     place = setup.place
     time: dict[str, Any] = _read_time(setup)
-    return count_run(estimate, setup.get("tokens"), mfu=share, device=place.device, peak=place.peak, **time)
+    return count_run(estimate, tokens, mfu=share, device=place.device, peak=place.peak, **time)
 
 
 def _read_time(setup: Setup) -> dict[str, Any]:
