@@ -60,7 +60,7 @@ def _count(text: str, given: dict[str, Any]) -> Column:
     except WorkloadError as error:
         raise WorkloadError(f"{text!r}: {error}") from None if "@" in text else error
     asked = count(setup)
-    model_share, hardware_share, notes = find_shares(asked.estimate, setup)
+    model_share, hardware_share, notes = find_shares(asked, setup)
     return Column(text, asked.estimate, model_share, hardware_share, asked.notes + notes)
 
 

@@ -114,7 +114,7 @@ def estimate(
 def _count(model: str, given: dict[str, Any]) -> Counted:
     setup = make_setup("estimate", model, given)
     counted = count(setup)
-    model_share, hardware_share, notes = find_shares(counted.estimate, setup)
+    model_share, hardware_share, notes = find_shares(counted, setup)
     run = find_run(counted.estimate, setup)
     return Counted(counted.estimate, model_share, hardware_share, run, [*counted.notes, *notes], setup.launch)
 

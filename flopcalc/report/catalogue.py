@@ -30,7 +30,7 @@ def format_models(families: Sequence[Entry], presets: Sequence[Entry]) -> str:
     if presets:
         if families:
             lines.append("")
-        lines.append(f"{len(presets)} presets (--json shows where each was read)")
+        lines.append(f"{len(presets)} presets ({spell('json')} shows where each was read)")
         table = [
             [entry["name"], entry["model_type"], format_parameters(entry["parameters"]), ", ".join(entry["aliases"])]
             for entry in presets
@@ -99,7 +99,7 @@ def _format_facts(title: str, facts: Mapping[str, str]) -> str:
 
 def format_coverage(found: Coverage, registries: Sequence[Registry], launched: Sequence[LaunchIds]) -> str:
     """Model types with a spec and without one, then registries and the ids of launch files."""
-    title = f"{found.release}: model types with a spec, of those in its auto mappings (--json lists them)"
+    title = f"{found.release}: model types with a spec, of those in its auto mappings ({spell('json')} lists them)"
     lines = [format_text(title)]
     rows = [[mapping.auto_class, mapping.supported, len(mapping.entries)] for mapping in found.mappings]
     lines.append(format_grid(["mapping", "with a spec", "types"], rows))
@@ -153,7 +153,7 @@ def format_devices(shown: Sequence[Device], ambiguous: Sequence[str], defaults: 
         ]
         for device in shown
     ]
-    title = "Dense peaks in TFLOP/s, memory in GB, bandwidth in GB/s (--json shows the sources)"
+    title = f"Dense peaks in TFLOP/s, memory in GB, bandwidth in GB/s ({spell('json')} shows the sources)"
     lines = [format_text(title), format_grid(["id", "name", "bf16", "fp16", "fp8", "memory", "GB/s"], rows)]
     if defaults:
         taken = ", ".join(f"{short} = {device_id}" for short, device_id in defaults.items())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import find_width, format_grid, wrap
 from flopcalc.base.units import format_parameters, format_rate
 from flopcalc.report.labels import METRICS, SHARES
@@ -68,7 +69,7 @@ def format_summary(summary: dict[str, Any], shares: Sequence[float | None]) -> s
             where = "" if event["step"] is None else f"step {event['step']}: "
             lines += wrap(f"{where}{' '.join(event['message'].split())}", "  ", " " * 4)
         if len(events) > _MOST_EVENTS:
-            lines.append(f"  … and {len(events) - _MOST_EVENTS} more: --json lists all")
+            lines.append(f"  … and {len(events) - _MOST_EVENTS} more: {spell('json')} lists all")
     return "\n".join(lines)
 
 

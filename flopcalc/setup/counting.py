@@ -108,11 +108,15 @@ def choose_device(setup: Setup, notes: list[str], convention: Convention | None 
                 raise
             known = None  # a device that is not in the table: its peak is given by hand
     if known is None or name is None:
-        if setup.command in ("predict", "plan"):
+        if setup.command in ("predict", "plan", "bind"):
             shown = "no GPU" if name is None else f"{name}, which is not in the table"
             raise DeviceError(
                 f"{spell('device', 'auto')}: this machine shows {shown}; name a GPU, `flopcalc devices` lists them"
             )
+        if setup.place.peak is None:
+            from flopcalc.core.estimate.utilization import describe_auto  # only where no device was found
+
+            notes.append(describe_auto(name))
         return None
     is_auto = setup.attention_kernel == "auto" and (convention or setup.convention) == "hardware"
     if known.sdpa is None and is_auto:
@@ -203,9 +207,9 @@ def find_sequences(asked: int | str | tuple[int, str], length: int) -> int:
     return sequences
 
 
-def find_shares(estimate: Estimate, setup: Setup) -> tuple[Utilization | None, Utilization | None, list[str]]:
-    """MFU and HFU where a time is given, and notes; without one, the least time that the peak allows."""
-    place = setup.place
+def find_shares(counted: Counted, setup: Setup) -> tuple[Utilization | None, Utilization | None, list[str]]:
+    """MFU and HFU where a time is given, and more notes; without one, the least time that the peak allows."""
+    place, estimate, said = setup.place, counted.estimate, counted.all_notes
     where: dict[str, Any] = {"device": place.device, "dtype": None, "peak": place.peak}
     measured = _read_time(setup)
     if not measured and place.device is None and place.peak is None:
@@ -213,17 +217,20 @@ def find_shares(estimate: Estimate, setup: Setup) -> tuple[Utilization | None, U
     from flopcalc.core.estimate.utilization import describe_least_time, hfu, mfu  # only with a peak or a time
 
     if not measured:
-        return None, None, [note for note in describe_least_time(estimate, **where) if note not in estimate.notes]
+        return None, None, [note for note in describe_least_time(estimate, **where) if note not in said]
     model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))
-    found = [share.note for share in (model_share, hardware_share) if share.note and share.note not in estimate.notes]
-    return model_share, hardware_share, list(dict.fromkeys(found))
+    notes = [share.note or "" for share in (model_share, hardware_share)]
+    for note in said:
+        notes = [each.removesuffix(note).removesuffix("; ") for each in notes]
+    return model_share, hardware_share, [note for note in dict.fromkeys(notes) if note]
 
 
 def find_run(estimate: Estimate, setup: Setup) -> Run | None:
     """The whole run that a number of tokens asks for."""
     share = setup.get("mfu")
     share = parse_share(share, "mfu") if isinstance(share, str) else share and check_positive(share, "mfu")
-    if setup.get("tokens") is None:
+    tokens = setup.get("tokens")
+    if tokens is None:
         if share is not None:
             raise WorkloadError(
                 f"{spell('mfu')} belongs to a whole run: give its {spell('tokens')} too; {spell('step_time')} gives a "
@@ -234,7 +241,7 @@ def find_run(estimate: Estimate, setup: Setup) -> Run | None:
 
     place = setup.place
     time: dict[str, Any] = _read_time(setup)
-    return count_run(estimate, setup.get("tokens"), mfu=share, device=place.device, peak=place.peak, **time)
+    return count_run(estimate, tokens, mfu=share, device=place.device, peak=place.peak, **time)
 
 
 def _read_time(setup: Setup) -> dict[str, Any]:

@@ -132,10 +132,10 @@ class SetupKeywords(TypedDict, total=False):
     clipping: Annotated[Clipping, Field("Per-sample clipping (DP-SGD) as in Opacus; counted under convention hardware.", "training", "ECXTB", "word", words=CLIPPING, default="none")]
     recipe: Annotated[Recipe | Mapping[str, Any], Field("freeze, train_only, lora, recompute and clipping as one value.", "training", "ECXTPLB", "value", in_doors=False)]
     # number formats
-    compute: Annotated[str, Field("Number format of matrix products: bf16, fp16, tf32, fp32, fp8, …", "formats", _ALL, metavar="FORMAT")]
+    compute: Annotated[str, Field("Number format of matrix products, such as bf16, fp16, tf32, fp32 or fp8.", "formats", _ALL, metavar="FORMAT")]
     dtype: Annotated[str, Field("The same as compute; a dtype in the config wins over the default, bf16.", "formats", _ALL, metavar="FORMAT")]
-    weights: Annotated[str, Field("Number format of stored weights: bf16, fp8, int4-g128, nf4-double, …", "formats", _ALL, metavar="FORMAT")]
-    kv_cache: Annotated[str, Field("Number format of cached keys and values: bf16, fp8, …", "formats", "ECXTPB", metavar="FORMAT")]
+    weights: Annotated[str, Field("Number format of stored weights, such as bf16, fp8, int4-g128 or nf4-double.", "formats", _ALL, metavar="FORMAT")]
+    kv_cache: Annotated[str, Field("Number format of cached keys and values, such as bf16 or fp8.", "formats", "ECXTPB", metavar="FORMAT")]
     autocast: Annotated[bool | str, Field("Matrix products run under torch.autocast, in bf16.", "formats", _ALL, "flag")]
     # hardware
     device: Annotated[str | None, Field("GPU whose peaks and kernels are used; auto: the one in this machine.", "hardware", _ALL, metavar="NAME")]
@@ -164,7 +164,7 @@ class SetupKeywords(TypedDict, total=False):
     interconnect: Annotated[str, Field("Network between the GPUs (default: the GPU's usual one).", "layout", "L", metavar="NAME")]
     price: Annotated[Number, Field("Price of one GPU-hour in USD (default: a dated price, if known).", "layout", "L", "number", "USD")]
     # output
-    convention: Annotated[Convention, Field("Count what the model needs (for MFU), what HF's eager code executes (full), or what the kernels execute (hardware, for HFU).", "output", "ECXTB", "word", words=CONVENTIONS, default="model")]
+    convention: Annotated[Convention, Field("Count what the model needs (for MFU), what HF's eager code executes (full), or what the kernels execute (hardware, for HFU).", "output", "ECXB", "word", words=CONVENTIONS, default="model")]
     tokens: Annotated[Number, Field("Tokens of a whole run, such as 15T; gives steps, FLOPs and GPU-hours.", "output", "EL", "tokens", "N|2T|300B")]
     mfu: Annotated[Number, Field("An MFU such as 40%: estimate: for the run's GPU-hours (default: as measured, or 100 %); translate: the quoted one.", "output", "ET", "share", "SHARE")]
     from_: Annotated[str, Field("Convention of the quoted number.", "output", "T", metavar="CONVENTION")]

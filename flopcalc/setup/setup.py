@@ -28,7 +28,8 @@ BESIDE = ("step_time", "tokens_per_second", "tokens", "mfu")
 _REFUSED = {
     ("predict", "clipping"): "per-sample clipping is counted, not predicted",
     ("predict", "convention"): "it shows MFU and HFU, each under its own convention",
-    ("plan", "batch"): "it searches the micro-batch; micro_batch fixes it, global_batch is the whole step's",
+    ("translate", "convention"): "it shows every convention; {from} names that of the quoted number",
+    ("plan", "batch"): "it searches the micro-batch; {micro_batch} fixes it, {global_batch} is the whole step's",
 }
 
 
@@ -162,7 +163,7 @@ def explain_refusal(command: str, name: str) -> str:
     """Why a command does not take a field, or which commands do."""
     others = [each for each in FIELDS[name].commands if each not in ("bind", "crosscheck")]
     why = _REFUSED.get((command, name)) or f"{', '.join(others)} {'do' if others[1:] else 'does'}"
-    return f"{command} takes no {spell(name)}: {why}"
+    return f"{command} takes no {spell(name)}: {why.format(**{each: spell(each) for each in FIELDS})}"
 
 
 def _spell_out(given: Mapping[str, Any]) -> list[str]:

@@ -85,7 +85,7 @@ def _answer_flops(page: Page) -> Answer:
 def _describe(setup: Setup, counted: Counted) -> Answer:
     """What `flopcalc estimate --json` prints."""
     shown = counted.estimate.to_dict()
-    mfu, hfu, notes = find_shares(counted.estimate, setup)
+    mfu, hfu, notes = find_shares(counted, setup)
     shown["mfu"], shown["hfu"] = (share.to_dict() if share else None for share in (mfu, hfu))
     shown["notes"] += [*counted.notes, *notes]
     return shown

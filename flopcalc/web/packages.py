@@ -12,6 +12,7 @@ import tempfile
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.traced import find_cache_dir
 
 LOCK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pyodide.lock.json")
@@ -70,7 +71,8 @@ def _fetch(package: Package, kept: str) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise FlopcalcError(
-            f"{package.spec} is fetched with npm, which is not here: install Node, or give --pyodide DIR with its files"
+            f"{package.spec} is fetched with npm, which is not here: install Node, or give "
+            f"{spell('pyodide', 'DIR')} with its files"
         )
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "pack", package.spec, "--silent", "--pack-destination", folder]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES
-from flopcalc.base.spelling import KEYWORDS
+from flopcalc.base.spelling import KEYWORDS, spell_option
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimator import Estimator
 from flopcalc.core.model.config import Source, load_config
@@ -214,12 +214,14 @@ def write_lines(page: Page, what: str, op: str = "") -> dict[str, str]:
     for name, value in given.items():
         keyword = KEYWORDS.get(name, name)
         if value is True:
-            words.append(f"--{name.replace('_', '-')}")
+            words.append(spell_option(name, ""))
         for each in () if value is True else (value,) if isinstance(value, str) else value:
-            words += [f"--{name.replace('_', '-')}", each]
+            words += [spell_option(name, ""), each]
         shown = list(value) if isinstance(value, tuple) else int(value) if str(value).isdigit() else value
         if command != "estimate" or name not in BESIDE:
             pieces.append(f"{keyword}={shown!r}{many if name in _OF_BATCH else ''}")
-    words += ["--memory"] if what == "memory" else ["--op", op] if what == "explain" else []
+    words += (
+        [spell_option("memory", "")] if what == "memory" else [spell_option("op", ""), op] if what == "explain" else []
+    )
     line = f"{_FUNCTIONS.get(command, command)}({', '.join(pieces)})"
     return {"command": shlex.join(words), "python": f"{line}.total" if command == "estimate" else line}

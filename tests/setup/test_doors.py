@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pytest
 
 import flopcalc
 from flopcalc import FlopcalcError, estimate_flops, hfu, mfu, plan, predict, translate
 from flopcalc.base.spelling import KEYWORDS, spell_option
-from flopcalc.cli import main
+from flopcalc.cli import _group, main
 from flopcalc.setup.fields import COMMANDS, FIELDS, list_fields
 from flopcalc.setup.setup import from_keywords
 from flopcalc.web.answers import answer
@@ -341,21 +343,77 @@ def test_reasons(capsys: Capture) -> None:
         ("estimate", "optimizer", "predict, plan do"),
         ("predict", "clipping", "per-sample clipping is counted, not predicted"),
         ("estimate", "host_factor", "predict does"),
-        ("plan", "batch", "it searches the micro-batch; "),
+        ("plan", "batch", "it searches the micro-batch; --micro-batch fixes it, --global-batch is the whole step's"),
+        ("translate", "convention", "it shows every convention; --from names that of the quoted number"),
     ):
         assert reason in fail(capsys, command, "gpt2", spell_option(name, ""), "1")
     with pytest.raises(FlopcalcError, match="bind takes no seq_len: estimate, compare, explain, translate, predict"):
         flopcalc.bind("gpt2", seq_len=5)
 
 
+def test_few_named_parameters() -> None:
+    """Sizes, media and setups come by keyword from one table each, so that no function lists them all."""
+    functions = {name: getattr(flopcalc, name) for name in flopcalc.__all__}
+    functions = {name: each for name, each in functions.items() if inspect.isfunction(each)}
+    functions["Estimator"] = flopcalc.Estimator.__call__
+    named = {
+        name: [each.name for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
+        for name, function in functions.items()
+    }
+    assert {name: names for name, names in named.items() if len([each for each in names if each != "self"]) > 8} == {}
+    assert len(named) > 15
+
+
+def test_no_gpu_for_auto(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every door says that device auto found nothing; what needs a device refuses."""
+    for module in ("setup.counting", "core.estimate.utilization"):
+        monkeypatch.setattr(f"flopcalc.{module}.detect_device", lambda: None)
+    assert estimate_flops("gpt2", seq_len=64, device="auto").notes == [
+        "no GPU found on this machine: name one with device, or give peak"
+    ]
+    shown = run_json(capsys, "estimate", "gpt2", "--seq", "64", "--device", "auto")
+    assert shown["notes"] == ["no GPU found on this machine: name one with --device, or give --peak"]
+    for function in (flopcalc.bind, predict):
+        with pytest.raises(FlopcalcError, match='device="auto": this machine shows no GPU'):
+            function("gpt2", device="auto", **({} if function is flopcalc.bind else {"seq_len": 64}))
+
+
+def test_a_short_name_is_explained_once(capsys: Capture) -> None:
+    shown = run_json(capsys, "estimate", "gpt2", "--seq", "64", "--device", "h100", "--step-time", "0.00001")
+    assert [note for note in shown["notes"] if "taken as" in note] == [
+        "h100 taken as h100-sxm; h100-pcie and h100-nvl differ"
+    ]
+    assert sum("above 1" in note for note in shown["notes"]) == 2
+
+
+def test_steps_of_other_groups_are_not_added() -> None:
+    first, second = (estimate_flops("gpt2", seq_len=64, gpus=4, tp=tp) for tp in (1, 2))
+    with pytest.raises(FlopcalcError, match="cannot add a step of 4 GPUs in 2 groups to one of 4 GPUs in 4 groups"):
+        first + second
+    assert (first + first).total == 2 * first.total
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_help_ends_in_one_stop(name: str) -> None:
+    assert re.search(r"\w[)']?\.$", FIELDS[name].help)
+
+
 # --- messages below the command line ----------------------------------------------------------------------------------
-ROOMS = ("core", "hardware", "prediction", "planning", "setup", "report")
-OPTIONS = {spell_option(name, "") for name, field in FIELDS.items() if field.in_doors}
-OPTIONS |= {f"--{field.also}" for field in FIELDS.values() if field.also}
+def list_options(command: click.Command) -> set[str]:
+    """The options of a command and of those inside it."""
+    context = click.Context(command)
+    found = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+    if isinstance(command, click.Group):
+        inner = [command.get_command(context, name) for name in command.list_commands(context)]
+        found = found.union(*(list_options(each) for each in inner if each is not None))
+    return {option for option in found if option.startswith("--")}
+
+
+OPTIONS = list_options(_group)
 
 
 def find_options(code: str) -> list[str]:
-    """Options of the table in a file's texts. Comments, docstrings and commands in backticks may name them."""
+    """Options in a file's texts. Comments, docstrings, commands in backticks and `--format=csv` may name them."""
     texts, rest = [], [ast.parse(code)]
     while rest:
         node = rest.pop()
@@ -368,16 +426,22 @@ def find_options(code: str) -> list[str]:
         elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             inner.remove(node.body[0])
         rest += inner
-    words = [word for text in texts for word in re.findall(r"--[a-z][a-z-]+", re.sub(r"`flopcalc [^`]*`", "", text))]
+    texts = [
+        re.sub(r"`flopcalc [^`]*`|^flopcalc calibrate .*|ray start --head", "", text)
+        for text in texts
+        if not re.fullmatch(r"--\S+=\S+", text)
+    ]
+    words = [word for text in texts for word in re.findall(r"--[a-z][a-z-]+", text)]
     return [word for word in words if word in OPTIONS]
 
 
 def test_no_option_is_named_below_the_command_line() -> None:
     package = Path(flopcalc.__file__).parent
-    files = [path for room in ROOMS for path in (package / room).rglob("*.py")]
+    files = [path for path in package.rglob("*.py") if path.parent.name != "cli"]
     named = {str(path.relative_to(package)): find_options(path.read_text(encoding="utf-8")) for path in files}
     assert {path: words for path, words in named.items() if words} == {}
-    assert len(files) > 100
+    assert len(files) > 250
+    assert len(OPTIONS) > 100
 
 
 def test_a_named_option_is_found() -> None:

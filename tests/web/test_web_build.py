@@ -242,13 +242,6 @@ def test_choices_are_what_the_command_line_knows() -> None:
     assert list(fields["phase"]["words"]) == ["train", "forward", "prefill", "decode", "sample"]
     assert (fields["batch"]["slider"], fields["image"]["kind"], fields["autocast"]["kind"]) == ((0, 10), "list", "flag")
     assert fields.keys() == {*list_page_fields()}
-    state = (Path(STATIC) / "state.js").read_text(encoding="utf-8")
-    for kind, name in (("list", "LISTS"), ("flag", "FLAGS")):  # an address is read before the form is there
-        listed = re.search(rf"{name} = \[(.*?)\]", state)
-        assert listed is not None
-        assert set(re.findall(r'"(\w+)"', listed[1])) == {
-            each for each, field in fields.items() if field["kind"] == kind
-        }
 
 
 def test_data_cannot_end_its_element() -> None:

@@ -147,7 +147,8 @@ def test_view_equals_the_command_line(page: Watched, view: str, capsys: Capture)
     page.open(VIEWS[view])
     panel = page.wait_for_view(view)
     printed = run_line(capsys, read_line(page))
-    total = run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"]
+    gpus = " --gpus 4" if view == "plan" else ""  # a step is that of all GPUs
+    total = run_line(capsys, f"flopcalc estimate llama-3.2-1b --seq 1024{gpus}")["flops"]["total"]
     page.wait_for_total(total)
     with page.page.expect_download() as download:
         panel.get_by_role("button", name="JSON").click()
@@ -271,7 +272,8 @@ def test_slider_under_load(page: Watched, capsys: Capture) -> None:
         page.page.keyboard.press("ArrowRight")
     seq = page.page.input_value("#f-seq")
     assert seq == "4096"
-    page.wait_for_total(run_line(capsys, f"flopcalc estimate llama-3.1-8b --seq {seq}")["flops"]["total"])
+    line = f"flopcalc estimate llama-3.1-8b --seq {seq} --gpus 256"
+    page.wait_for_total(run_line(capsys, line)["flops"]["total"])
     page.page.wait_for_url("**/#*seq=4096*")
 
 

@@ -110,8 +110,9 @@ class Estimate(Value):
             raise FlopcalcError(f"cannot add FLOPs of convention {other.convention} to {self.convention}")
         if self.convention == "hardware" and other.attention_kernel != self.attention_kernel:
             raise FlopcalcError(f"cannot add FLOPs of kernel {other.attention_kernel} to {self.attention_kernel}")
-        if other.gpus != self.gpus:
-            raise FlopcalcError(f"cannot add a step of {other.gpus} GPUs to one of {self.gpus}")
+        if (other.gpus, other.replicas) != (self.gpus, self.replicas):
+            steps = [f"{each.gpus} GPUs in {each.replicas} groups" for each in (other, self)]
+            raise FlopcalcError(f"cannot add a step of {steps[0]} to one of {steps[1]}")
         terms, notes = _merge_terms(self.terms + other.terms), self._notes + other._notes
         return Estimate(terms, self.flops + other.flops, notes, None, self.gpus, self.replicas)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, Unpack, cast, runtime_checkable
 
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.spelling import spell
@@ -18,7 +18,7 @@ from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import Spec
-from flopcalc.core.workload.workload import Grid, Workload, make_workload
+from flopcalc.core.workload.workload import Grid, Media, Workload, make_workload
 from flopcalc.hardware.devices import Device
 
 if TYPE_CHECKING:
@@ -26,6 +26,23 @@ if TYPE_CHECKING:
     from flopcalc.core.model.audio import Audio
 
 Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
+
+
+class CallMedia(Media, total=False):
+    """What a bound model takes beside sizes; `images` are files or (width, height) in pixels, `audio` seconds."""
+
+    images: Iterable[Picture] | None
+    audio: Iterable[float] | None
+    # diffusion models alone
+    videos: Iterable[object] | None
+    text: int | None
+    sampling_steps: int | None
+    guidance: bool | str | None
+    parts: Iterable[str] | str | None
+
+
+_SAMPLED = ("videos", "text", "sampling_steps", "guidance", "parts")
+_UNCUT = (*_SAMPLED, "audio", "images")  # what make_workload does not take
 
 
 class Identity(NamedTuple):
@@ -70,57 +87,37 @@ class Estimator(Protocol):
         batch_size: int = 1,
         seq_len: int | None = None,
         *,
-        images: Iterable[Picture] | None = None,
-        image_grid_thw: object = None,
-        video_grid_thw: object = None,
         lengths: Iterable[int] | None = None,
         batch: Mapping[str, object] | None = None,
         phase: Phase = "train",
         context: int | None = None,
         logits: int | str | None = None,
         decoder_seq_len: int | None = None,
-        clips: Iterable[int] | None = None,
-        audio: Iterable[float] | None = None,
-        videos: Iterable[object] | None = None,
-        text: int | None = None,
-        sampling_steps: int | None = None,
-        guidance: bool | str | None = None,
-        parts: Iterable[str] | str | None = None,
+        **media: Unpack[CallMedia],
     ) -> Estimate:
         """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
 
-        `audio` are the whole batch's clips in seconds; `clips` the same in frames of the model's feature extractor.
-        `images` are the whole batch's too, files or (width, height) in pixels; `image_grid_thw` the same in patches.
-        What follows `audio` is said of diffusion models alone.
+        Images and audio are those of the whole batch: `images` are files or (width, height) in pixels, `image_grid_thw`
+        the same in patches; `audio` is in seconds, `clips` the same in frames of the model's feature extractor.
         """
         notes: tuple[str, ...] = ()
-        check_no_sampling(
-            self.source.name, phase, videos=videos, text=text, sampling_steps=sampling_steps, guidance=guidance,
-            parts=parts,
-        )  # fmt: skip
-        if audio is not None:
-            clips = [*(check_items(clips, "clips") if clips is not None else ()), *self.count_frames(audio)]
+        check_no_sampling(self.source.name, phase, **{name: value for name, value in media.items() if name in _SAMPLED})
         if batch is not None:
-            check_no_sizes(
-                batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips
-            )
+            check_no_sizes(batch_size, seq_len, lengths, context, decoder_seq_len, *media.values())
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
+        audio, images = media.get("audio"), media.get("images")
+        sizes = cast("Media", {name: value for name, value in media.items() if name not in _UNCUT} if media else media)
+        if audio is not None:
+            clips = media.get("clips")
+            sizes["clips"] = [*(check_items(clips, "clips") if clips is not None else ()), *self.count_frames(audio)]
         if images is not None:
-            if image_grid_thw is not None:
+            if media.get("image_grid_thw") is not None:
                 raise WorkloadError("images and image_grid_thw are both given: give the images in one way")
-            image_grid_thw, notes = self.cut_images(images, batch_size)
+            sizes["image_grid_thw"], notes = self.cut_images(images, batch_size)
         load = make_workload(
-            batch_size,
-            seq_len,
-            lengths=lengths,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            phase=phase,
-            context=context,
-            logits=logits,
-            decoder_seq_len=decoder_seq_len,
-            clips=clips,
-        )
+            batch_size, seq_len, lengths=lengths, phase=phase, context=context, logits=logits,
+            decoder_seq_len=decoder_seq_len, **sizes,
+        )  # fmt: skip
         if load.grids and self.vision is not None and self.vision.kind == "tiles":
             for grid in load.grids:
                 self.vision.check_tiles(grid, "image_grid_thw")

@@ -166,7 +166,7 @@ def find_ideal_time(
         given = {} if peak is None else dict.fromkeys(flops, check_positive(peak, "peak"))
     if known is None and not given:
         if device == "auto":
-            return Ideal(None, (), name, "+".join(flops), note=_describe_auto(name))
+            return Ideal(None, (), name, "+".join(flops), note=describe_auto(name))
         raise DeviceError(f"MFU needs a peak: name a {spell('device')}, or give {spell('peak', 'FLOPS_PER_S')}")
     peaks, notes = [], [known.note] if known is not None and known.note else []
     for kind, total in flops.items():
@@ -213,7 +213,8 @@ def _find_device(device: str | None, peak: float | Mapping[str, float] | None) -
     return (found, None) if known is None else (known.name, known)
 
 
-def _describe_auto(name: str | None) -> str:
+def describe_auto(name: str | None) -> str:
+    """Why device auto gives no peak on this machine."""
     if name is None:
         return f"no GPU found on this machine: name one with {spell('device')}, or give {spell('peak')}"
     return f"the GPU found here, {name!r}, is not in the table: give its dense peak with {spell('peak', 'FLOPS_PER_S')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict, Unpack
 
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
@@ -132,35 +132,37 @@ def _check_each(values: Iterable[int], what: str) -> tuple[int, ...]:
     return tuple([_check_quickly(value, what, 1) for value in found])
 
 
+class Media(TypedDict, total=False):
+    """Images and videos in patches, audio in frames of the feature extractor; those of the whole batch."""
+
+    image_grid_thw: object
+    video_grid_thw: object
+    clips: Iterable[int] | None
+
+
 def make_workload(
     batch_size: int = 1,
     seq_len: int | None = None,
     *,
     lengths: Iterable[int] | None = None,
-    image_grid_thw: object = None,
-    video_grid_thw: object = None,
     phase: Phase = "train",
     context: int | None = None,
     logits: int | str | None = None,
     decoder_seq_len: int | None = None,
-    clips: Iterable[int] | None = None,
+    **media: Unpack[Media],
 ) -> Workload:
-    """A checked Workload from plain arguments; grids and clips (audio, in frames) are the whole batch's."""
+    """A checked Workload from plain arguments: `make_workload(2, 4096, image_grid_thw=[(1, 36, 52)] * 2)`."""
     check_word(phase, PHASES, "phase", WorkloadError)
-    frames = tuple(check_size(each, "clips") for each in check_items(clips, "clips")) if clips is not None else ()
+    grids, videos, frames = _read_media(**media) if media else ((), (), ())
     if decoder_seq_len is not None:
         if lengths is not None:
             raise WorkloadError("an encoder-decoder takes no packed lengths: give seq and decoder_seq")
         decoder = make_workload(batch_size, decoder_seq_len, phase=phase, context=context, logits=logits)
-        grids = read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else ()
-        videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
         seq = check_size(seq_len, "seq") if seq_len is not None else 0  # an encoder of audio has no tokens
         return Workload(decoder.rows, seq, None, "unpadded", phase, 0, "all", grids, videos, frames, decoder)
     if phase != "decode" and context is not None:
         raise WorkloadError(f"context belongs to phase decode, not {phase}")
     logits = check_logits(logits)
-    grids = read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else ()
-    videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
     if phase == "decode":
         past = check_size(context, "context", 0) if context is not None else 0
         rows, seq = check_size(batch_size, "batch"), check_size(1 if seq_len is None else seq_len, "seq")
@@ -177,6 +179,16 @@ def make_workload(
         raise WorkloadError("seq is missing: the length that the language model sees per sample")
     rows, seq = _check_quickly(batch_size, "batch", 1), 0 if seq_len is None else _check_quickly(seq_len, "seq", 1)
     return Workload(rows, seq, None, "unpadded", phase, 0, logits, grids, videos, frames)
+
+
+def _read_media(
+    image_grid_thw: object = None, video_grid_thw: object = None, clips: Iterable[int] | None = None
+) -> tuple[tuple[Grid, ...], tuple[Grid, ...], tuple[int, ...]]:
+    return (
+        read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else (),
+        read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else (),
+        tuple(check_size(each, "clips") for each in check_items(clips, "clips")) if clips is not None else (),
+    )
 
 
 def check_workload_alone(workload: object, others: Mapping[str, object]) -> Workload:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_user_dir
-from flopcalc.base.errors import CalibrationError, DeviceError, FlopcalcError, format_nearest
+from flopcalc.base.errors import CalibrationError, DeviceError, format_nearest
 from flopcalc.hardware.tables import FOLDER, SHAPES, Table, find_table, is_stored, list_folder, load_table, save_table
 from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine
 from flopcalc.measure.calibrate.provenance import has_gpu
 from flopcalc.measure.calibrate.suite import TABLES, finish_table, plan_table
 from flopcalc.measure.calibrate.tables import REPEATS, STATISTIC, SUITES
-from flopcalc.measure.jobs.runner import Job, Outcome, Progress, Result, RunnerError, run_jobs
+from flopcalc.measure.jobs.runner import Job, Outcome, Progress, Result, run_jobs
 
 Json = dict[str, Any]
 TIME_TOLERANCE = 0.15
-_SAMPLE_ROWS = 6  # of a table, for --check
+_SAMPLE_ROWS = 6  # of a table, for a check
 
 
 class Written(NamedTuple):
@@ -51,7 +49,7 @@ def calibrate(
     A table without a row is not written: it would hide one that has some, here or among the shipped. Nor is one that
     its file holds already: its date is that of the measurement.
     """
-    chosen = _check(suite, tables)
+    chosen = check_suite(suite, tables)
     machine = probe_machine(suite, work or os.path.join(out, ".run"))
     folder = os.path.join(out, machine["device_id"])
     state = os.path.join(work or os.path.join(out, ".run"), f"{machine['device_id']}-{suite}")
@@ -84,7 +82,7 @@ def calibrate(
     return written
 
 
-def _check(suite: str, tables: Sequence[str] | None) -> list[str]:
+def check_suite(suite: str, tables: Sequence[str] | None) -> list[str]:
     if suite not in SUITES:
         raise CalibrationError(f"suite {suite!r} unknown; known: quick, full")
     for table in tables or ():
@@ -117,7 +115,7 @@ def _describe_failure(result: Result, jobs: Sequence[Job]) -> Json:
     return {"row": result.row, "reason": result.reason, "detail": result.detail, **kept}
 
 
-# --- --check ----------------------------------------------------------------------------------------------------------
+# --- check ------------------------------------------------------------------------------------------------------------
 class Difference(NamedTuple):
     """A stored value that a new measurement does not bear out."""
 
@@ -146,7 +144,7 @@ def check(
     progress: Progress | None = None,
 ) -> Check:
     """Measure a sample of each stored table's rows again and compare: times within 15 %, counts exactly."""
-    chosen = _check(suite or "quick", tables)
+    chosen = check_suite(suite or "quick", tables)
     base = work or os.path.join(out or os.path.join(find_user_dir(), FOLDER), ".run")
     machine = probe_machine(suite or "quick", base)
     stored = {table: load_table(path) for table, path in _find_stored(out, machine["device_id"], chosen).items()}
@@ -215,114 +213,3 @@ def _compare(table: Table, result: Result) -> list[Difference]:
             if old[column] is not None and record.get(column) != old[column]:
                 differences.append(Difference(table.name, result.row, column, old[column], record.get(column)))
     return differences
-
-
-# --- command line -----------------------------------------------------------------------------------------------------
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="flopcalc calibrate", description="Measure this machine's GPU into tables.")
-    parser.add_argument("--suite", default="quick", metavar="quick|full", help="how much (default quick: 8 minutes)")
-    parser.add_argument("--tables", metavar="A,B", help=f"only these of {', '.join(TABLES)}")
-    parser.add_argument("--out", metavar="DIR", help="where tables or a predictor go (default: your data folder)")
-    parser.add_argument("--work", metavar="DIR", help="journal and logs of the run (default: OUT/.run)")
-    parser.add_argument("--resume", action="store_true", help="go on with a run that was cut short (the default)")
-    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
-    parser.add_argument("--retry-failed", action="store_true", help="measure rows again that failed before")
-    parser.add_argument("--predictor", action="store_true", help="whole steps instead of tables, under 10 minutes")
-    parser.add_argument("--host", action="store_true", help="how fast this CPU dispatches, under a minute")
-    parser.add_argument("--check", action="store_true", help="measure a sample again; exit 1 if the tables do not hold")
-    return parser
-
-
-def run_command(options: argparse.Namespace, command: str) -> int:
-    """Exit code: 0 done, 1 a check that fails or a table without a row, 130 stopped by Ctrl-C; errors are raised."""
-    if options.resume and options.fresh:
-        raise RunnerError("--resume and --fresh contradict each other")
-    tables = [name.strip() for name in options.tables.split(",") if name.strip()] if options.tables else None
-    if options.host:
-        return _run_host(options, tables, command)
-    progress = Progress(sys.stderr)
-    if options.predictor:
-        return _run_predictor(options, tables, command, progress)
-    if options.check:
-        found = check(options.out, options.suite, tables=tables, work=options.work, progress=progress)
-        return _print_check(found)
-    out = options.out or os.path.join(find_user_dir(), FOLDER)
-    written = calibrate(
-        options.suite, out, tables=tables, work=options.work, fresh=options.fresh,
-        retry_failed=options.retry_failed, command=command, progress=progress,
-    )  # fmt: skip
-    for table, path in written.files.items():
-        failed = f", {written.failures[table]} failed" if written.failures[table] else ""
-        print(f"{path}: {written.rows[table]} rows{failed}")
-    for table in written.empty:
-        print(
-            f"{table}: no row was measured ({written.failures[table]} failed), so it was not written; "
-            "a table from before stands. --retry-failed measures them again",
-            file=sys.stderr,
-        )
-    if written.stopped:
-        print("stopped: the same command goes on", file=sys.stderr)
-        return 130
-    return 1 if written.empty else 0
-
-
-def _run_host(options: argparse.Namespace, tables: Sequence[str] | None, command: str) -> int:
-    if tables or options.check or options.predictor or options.work or options.suite != "quick":
-        raise CalibrationError("--host measures the host alone: of the other options it takes --out")
-    from flopcalc.measure.predictor.host_speed import calibrate_host
-
-    print(calibrate_host(options.out, command=command))
-    return 0
-
-
-def _run_predictor(
-    options: argparse.Namespace, tables: Sequence[str] | None, command: str, progress: Progress
-) -> int:  # fmt: skip
-    if tables or options.check:
-        raise CalibrationError("--predictor measures whole steps: it takes neither --tables nor --check")
-    _check(options.suite, None)
-    from flopcalc.measure.predictor.run import calibrate_predictor
-
-    path = calibrate_predictor(
-        options.out, suite=options.suite, work=options.work, fresh=options.fresh, retry_failed=options.retry_failed,
-        command=command, progress=progress,
-    )  # fmt: skip
-    if path is None:
-        print("stopped: the same command goes on", file=sys.stderr)
-        return 130
-    print(path)
-    return 0
-
-
-def _print_check(found: Check) -> int:
-    for table, path in found.files.items():
-        differ = [difference for difference in found.differences if difference.table == table]
-        print(f"{path}: {found.rows[table]} rows measured again, {'holds' if not differ else 'DOES NOT HOLD'}")
-        for difference in differ:
-            print(f"  {difference.row}: {difference.column} {difference.stored} -> {difference.measured}")
-    if found.stopped:
-        return 130
-    return 1 if found.differences else 0
-
-
-def describe_command(given: Sequence[str]) -> str:
-    """The command line for provenance, without the folders of the machine that it ran on."""
-    kept = []
-    skip = False
-    for word in given:
-        if not skip and word.partition("=")[0] not in ("--out", "--work"):
-            kept.append(word)
-        skip = not skip and word in ("--out", "--work")
-    return " ".join(["flopcalc calibrate", *kept])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m flopcalc.measure.calibrate`: the command without click."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return run_command(make_parser().parse_args(given), describe_command(given))
-    except FlopcalcError as error:
-        print(f"flopcalc: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130

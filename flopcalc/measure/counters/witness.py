@@ -16,6 +16,7 @@ from typing import Any
 
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
+from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import GROUPS, Phase, PickedKernel
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import Source, load_config
@@ -61,7 +62,9 @@ def count_hardware(model: Any, batch: Mapping[str, object], phase: Phase) -> Wit
         return unavailable("cupti", "the model is not on the GPU")
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(parameter.dtype, "tf32")
     if dtype == "tf32" and not torch.backends.cuda.matmul.allow_tf32:
-        return unavailable("cupti", "float32 without TF32 runs no tensor core: nothing to count; take --dtype bf16")
+        return unavailable(
+            "cupti", f"float32 without TF32 runs no tensor core: nothing to count; take {spell('dtype', 'bf16')}"
+        )
     counters = [cupti.TENSOR_COUNTERS[dtype], cupti.DRAM_COUNTER, cupti.CYCLE_COUNTER]
     try:
         with (
@@ -322,7 +325,7 @@ def _choose_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("no CUDA device here: leave --device out, or say --device cpu")
+        raise DeviceError(f"no CUDA device here: leave {spell('device')} out, or say {spell('device', 'cpu')}")
     return device
 
 
@@ -351,7 +354,7 @@ def _check_memory(needed: int, place: str) -> None:
     if needed > free:
         raise FlopcalcError(
             f"weights and gradients alone take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB "
-            "are free: cut the depth with --layers N"
+            f"are free: cut the depth with {spell('layers', 'N')}"
         )
 
 
@@ -366,7 +369,7 @@ def cut_layers(source: Source, layers: int | None) -> Source:
     if layers is None:
         return source
     if layers < 1:
-        raise WorkloadError(f"--layers must be at least 1, not {layers}")
+        raise WorkloadError(f"{spell('layers')} must be at least 1, not {layers}")
     return source.replace(config=_cut(source.config, layers), module=None)
 
 

@@ -12,6 +12,7 @@ from io import BytesIO
 
 from flopcalc.base.errors import format_value
 from flopcalc.base.files import MAX_LOG_BYTES, read_bytes
+from flopcalc.base.spelling import spell
 from flopcalc.base.validate import find_fault
 from flopcalc.measure.jobs.job import Json, Result, RunnerError
 
@@ -48,14 +49,15 @@ class Journal:
                     self.results.append(Result(**entry))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise RunnerError(
-                    f"{self.path}: line {number + 1} is damaged ({error}): run with --fresh to start again"
+                    f"{self.path}: line {number + 1} is damaged ({error}): run with {spell('fresh')} to start again"
                 ) from None
             end += len(line)
         for name in sorted(stored.keys() | identity.keys()) if self.results else ():
             if stored.get(name) != identity.get(name):
                 raise RunnerError(
                     f"{self.path} was begun with {name} = {format_value(stored.get(name))}, now it is "
-                    f"{format_value(identity.get(name))}: run with --fresh to start again, or choose another folder"
+                    f"{format_value(identity.get(name))}: run with {spell('fresh')} to start again, or choose another "
+                    "folder"
                 )
         return end if self.results else 0
 

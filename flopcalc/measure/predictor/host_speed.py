@@ -17,6 +17,7 @@ from typing import Any
 from flopcalc.base.data import find_user_dir
 from flopcalc.base.errors import CalibrationError, DeviceError
 from flopcalc.base.files import write_whole
+from flopcalc.base.spelling import spell
 from flopcalc.measure.calibrate.provenance import describe_machine, has_gpu
 from flopcalc.measure.calibrate.tables import Bench, round_digits
 from flopcalc.measure.predictor.host_probe import make_probe
@@ -58,7 +59,9 @@ def _describe(seconds: list[float]) -> Json:
 def calibrate_host(out: str | None = None, *, command: str = "flopcalc calibrate --host", device: str = "cuda") -> str:
     """Measure this host and write <out>/<device-id>.host.json, which `flopcalc predict` reads; its path."""
     if device == "cuda" and not has_gpu():
-        raise DeviceError("calibrate --host needs an NVIDIA GPU to dispatch to, and found none on this machine")
+        raise DeviceError(
+            "`flopcalc calibrate --host` needs an NVIDIA GPU to dispatch to, and found none on this machine"
+        )
     about = describe_machine(device)
     if load_measured(about["device_id"]) is None:
         raise CalibrationError(
@@ -74,5 +77,7 @@ def calibrate_host(out: str | None = None, *, command: str = "flopcalc calibrate
         os.makedirs(folder, exist_ok=True)
         write_whole(path, f"{text}\n")
     except OSError as error:
-        raise CalibrationError(f"{path}: cannot be written: {error.strerror}; give another folder with --out") from None
+        raise CalibrationError(
+            f"{path}: cannot be written: {error.strerror}; give another folder with {spell('out')}"
+        ) from None
     return path

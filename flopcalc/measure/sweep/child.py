@@ -87,7 +87,7 @@ def _choose_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("no CUDA device here: take --device cpu")
+        raise DeviceError("no CUDA device here: take device cpu")
     return device
 
 
@@ -128,7 +128,7 @@ def _build_model(source: Source, device: str, dtype: torch.dtype, attention: str
     except ValueError as error:
         if "does not support an attention implementation" not in str(error):
             raise
-        raise TrainerError(f"{source.name} has no {attention} attention in HF's code: take --attention eager") from None
+        raise TrainerError(f"{source.name} has no {attention} attention in HF's code: take attention eager") from None
     return model.to(device), [f"dropout is off: {', '.join(dropped)} of the config set to 0"] if dropped else []
 
 

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 from flopcalc.base.data import find_data_file, load_toml
 from flopcalc.base.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, read_json, read_path
+from flopcalc.base.spelling import spell
 from flopcalc.base.units import MAX_SIZE, check_size
 from flopcalc.base.vocabulary import Clipping
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.measure.jobs.job import Job
 
 Json = dict[str, Any]
-# Trainer -> how it clips, in the words of the analytic core (`--clipping`).
+# Trainer -> how it clips, in the words of the analytic core (clipping).
 TRAINERS: dict[str, Clipping] = {
     "StandardTrainer": "none",
     "DPSGDTrainer": "hooks",
@@ -172,12 +173,11 @@ def _read_file(path: str) -> Json:
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 def _check_list(name: str, values: object) -> tuple[Any, ...]:
-    option = _LISTS[name][1]
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise SweepError(f"{name} must be a list, not {format_value(values)}")
     if not values:
-        raise SweepError(f"{name} is empty: give {option}, or {name} in the matrix file")
-    checked = tuple(_LISTS[name][0](name, value) for value in values)
+        raise SweepError(f"{name} is empty: give {spell(name)}, or {name} in the matrix file")
+    checked = tuple(_LISTS[name](name, value) for value in values)
     for value, count in Counter(checked).items():
         if count > 1:
             raise SweepError(f"{name} holds {value} twice")
@@ -256,12 +256,9 @@ def _check_dtype(name: str, value: object) -> str:
         raise SweepError(f"{name} {format_value(value)} unknown. Known: {', '.join(DTYPES)}") from None
 
 
-_LISTS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
-    "trainers": (_check_trainer, "--trainers"),
-    "batch_sizes": (_check_size, "--batch-sizes"),
-    "seq_lens": (_check_length, "--seq-lens"),
-    "models": (_check_model, "--model-size or --model"),
-}
+_LISTS: dict[str, Callable[[str, Any], Any]] = {
+    "trainers": _check_trainer, "batch_sizes": _check_size, "seq_lens": _check_length, "models": _check_model,
+}  # fmt: skip
 SETTINGS: dict[str, Callable[[str, Any], Any]] = {
     "dtype": _check_dtype,
     "device": _make_choice(DEVICES),

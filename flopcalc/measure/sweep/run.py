@@ -13,6 +13,7 @@ from flopcalc._version import __version__
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import format_value
 from flopcalc.base.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
+from flopcalc.base.spelling import spell
 from flopcalc.base.validate import FromZero, find_fault
 from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.journal import describe_error
@@ -62,8 +63,8 @@ def run_sweep(
         was, now = stored[name]["model"], owners[name].model
         if was != now:
             raise SweepError(
-                f"{path} holds {name} of model {was}, now it is {now}: choose another --logs-dir, measure both models "
-                "in one matrix, or run with --fresh to forget what is there"
+                f"{path} holds {name} of model {was}, now it is {now}: choose another {spell('logs_dir')}, measure "
+                f"both models in one matrix, or run with {spell('fresh')} to forget what is there"
             )
     others: list[Json] | None = None
     found = {name: row for name, row in stored.items() if name in owners and _answers(row, owners[name])}
@@ -101,9 +102,9 @@ def _check_folder(folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise SweepError(f"--logs-dir {folder}: cannot be made: {error.strerror}") from None
+        raise SweepError(f"{spell('logs_dir')} {folder}: cannot be made: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
-        raise SweepError(f"--logs-dir {folder}: cannot be written to; choose another folder")
+        raise SweepError(f"{spell('logs_dir')} {folder}: cannot be written to; choose another folder")
 
 
 def make_row(configuration: Configuration, result: Result) -> Json:
@@ -140,7 +141,7 @@ def load_results(path: str, *, must_exist: bool = True) -> list[Json]:
     if not os.path.lexists(name):
         if not must_exist:
             return []
-        raise SweepError(f"{name}: no such file or folder. Give the --logs-dir of a `flopcalc sweep run`")
+        raise SweepError(f"{name}: no such file or folder. Give the {spell('logs_dir')} of a `flopcalc sweep run`")
     text = read_text(name, MAX_LOG_BYTES, SweepError)
     lines = text.removesuffix("\n").split("\n")  # splitlines() would also cut at U+2028 inside a text
     return [_parse(line, f"{name}: line {number}") for number, line in enumerate(lines, start=1) if line]

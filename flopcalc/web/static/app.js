@@ -34,12 +34,9 @@ let isLive = false;
 
 async function main() {
   const first = JSON.parse(find("default").textContent);
-  const [choices, , saved] = await Promise.all([
-    fetch(new URL("./data.json", import.meta.url)).then((response) => response.json()),
-    (quick.start(), null),
-    read(location.hash.slice(1), {}),
-  ]);
-  data = choices;
+  quick.start();
+  data = await fetch(new URL("./data.json", import.meta.url)).then((response) => response.json());
+  const saved = await read(location.hash.slice(1), {}, data.form);
   state = saved ?? makeState(data.default.setup);
   // An address may name a view or a language alone: the default question is asked.
   const isDefault = !Object.keys(state.setups[0]).length;
@@ -136,7 +133,8 @@ function listeners() {
   find("theme").addEventListener("click", switchTheme);
   find("form").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("hashchange", async () => {
-    const found = await read(location.hash.slice(1), data?.default.setup ?? {});
+    if (!data) return; // the page still starts, and reads the address then
+    const found = await read(location.hash.slice(1), data.default.setup, data.form);
     if (!found || (await write(found)) === (await write(state))) return;
     const language = state.lang;
     state = { ...found, active: 0 };

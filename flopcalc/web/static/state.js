@@ -1,8 +1,6 @@
 // The page's state: set-ups, view and language. All of it is in the address, so that a link is the calculation.
 
 export const VIEWS = ["flops", "conventions", "roofline", "time", "memory", "plan"];
-export const LISTS = ["image", "image_grid", "video", "video_grid", "audio", "freeze", "train_only"];
-const FLAGS = ["autocast"];
 const PAGE = ["view", "zoom", "op", "lang"];
 
 export function makeState(defaults) {
@@ -30,8 +28,10 @@ export async function write(state) {
   return pieces.toString();
 }
 
-// What an address says; null where it says nothing. Unknown names are left to Python, which names them in its error.
-export async function read(text, defaults) {
+// What an address says; null where it says nothing. The form's fields say which values are lists and flags. Unknown names
+// are left to Python, which names them in its error.
+export async function read(text, defaults, form) {
+  const kinds = new Map(form.flatMap(({ fields }) => fields.map(({ name, kind }) => [name, kind])));
   const pieces = new URLSearchParams(text);
   if (![...pieces.keys()].length) return null;
   const state = { ...makeState({}), setups: [{}] };
@@ -45,8 +45,8 @@ export async function read(text, defaults) {
     state.setups[at] ??= {};
     const setup = state.setups[at];
     if (name === "files") setup.files = await unpack(value);
-    else if (LISTS.includes(name)) setup[name] = [...(setup[name] ?? []), value];
-    else if (FLAGS.includes(name)) setup[name] = value === "1";
+    else if (kinds.get(name) === "list") setup[name] = [...(setup[name] ?? []), value];
+    else if (kinds.get(name) === "flag") setup[name] = value === "1";
     else setup[name] = value;
   }
   if (!VIEWS.includes(state.view)) state.view = "flops";

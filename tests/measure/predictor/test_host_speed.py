@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from flopcalc import predict
 from flopcalc.base.errors import CalibrationError, DeviceError, SpecError
-from flopcalc.measure.calibrate.run import run_command
+from flopcalc.cli import main
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.predictor import host_speed as measuring
 from flopcalc.prediction.kernels.constants import FOLLOWS, adapt_host, load_host, load_measured, load_predictor
@@ -111,11 +110,10 @@ def test_the_file_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         measuring.calibrate_host(device="cpu")
 
 
-def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(measuring, "has_gpu", lambda: False)
     with pytest.raises(DeviceError, match="needs an NVIDIA GPU"):
         measuring.calibrate_host()
-    options = Namespace(suite="quick", tables="gemm", out=None, work=None, resume=False, fresh=False,
-                        retry_failed=False, check=False, predictor=False, host=True)  # fmt: skip
-    with pytest.raises(CalibrationError, match="--host measures the host alone"):
-        run_command(options, "")
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--host", "--tables", "gemm"])
+    assert "--host measures the host alone" in capsys.readouterr().err

@@ -14,8 +14,8 @@ from tiers import mark_heavy, thin
 
 from flopcalc.api import predict
 from flopcalc.base.errors import CalibrationError, DeviceError
+from flopcalc.cli import main
 from flopcalc.hardware.devices import load_devices
-from flopcalc.measure.calibrate.run import main
 from flopcalc.measure.hf.examples import find_example
 from flopcalc.measure.jobs.runner import Outcome, Result
 from flopcalc.measure.predictor import run as predictor
@@ -415,5 +415,7 @@ def test_a_device_without_figures_is_refused_before_it_is_measured(
 def test_options_that_a_predictor_does_not_take(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--predictor", *options]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate", "--predictor", *options])
+    assert ended.value.code == 2
     assert words in capsys.readouterr().err

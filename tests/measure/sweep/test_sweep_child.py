@@ -117,7 +117,7 @@ def test_dropout_is_off_and_said(trainer: str, tmp_path: Path) -> None:
 def test_a_model_without_sdpa_is_told_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "bloom.json"
     path.write_text(json.dumps({"model_type": "bloom", "vocab_size": 50, "hidden_size": 16, "n_layer": 1, "n_head": 2}))
-    with pytest.raises(TrainerError, match="has no sdpa attention in HF's code: take --attention eager"):
+    with pytest.raises(TrainerError, match="has no sdpa attention in HF's code: take attention eager"):
         child.start(make_args(tmp_path, model=str(path)))
 
 
@@ -196,7 +196,7 @@ def test_a_loss_that_ran_away_is_null(tmp_path: Path) -> None:
 
 def test_a_missing_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="no CUDA device here: take --device cpu"):
+    with pytest.raises(DeviceError, match="no CUDA device here: take device cpu"):
         child.start(make_args(tmp_path, device="cuda"))
 
 

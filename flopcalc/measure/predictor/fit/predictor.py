@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from flopcalc.base.errors import CalibrationError
 from flopcalc.base.files import write_whole
+from flopcalc.base.spelling import spell
 from flopcalc.hardware.devices import find_device
 from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
@@ -247,8 +248,8 @@ def check_complete(constants: KernelConstants, phases: Collection[str]) -> None:
     missing += [] if "pointwise_strided" in constants["moved"] else ["enough elementwise operators"]
     if missing:
         raise CalibrationError(
-            f"too little was measured to fit a predictor: no {', no '.join(missing)}; --retry-failed measures the rows "
-            "that failed again"
+            f"too little was measured to fit a predictor: no {', no '.join(missing)}; {spell('retry_failed')} measures "
+            "the rows that failed again"
         )
 
 
@@ -260,7 +261,7 @@ def save_predictor(path: str, constants: Constants) -> None:
     except OSError as error:
         raise CalibrationError(
             f"{path}: cannot be written: {error.strerror}; what was measured is kept: the same command with another "
-            "--out and the same --work goes on"
+            f"{spell('out')} and the same {spell('work')} goes on"
         ) from None
 
 
