@@ -209,6 +209,6 @@ def _read_converters(value: object) -> tuple[str, ...] | None:
 
 
 def _read_format(value: object, key: str) -> Any:
-    if value in ("no", "auto"):
+    if value is False or value in ("no", "auto"):  # accelerate reads an unquoted no as 'no', too
         return False
     return parse_compute(str(value).removeprefix("torch."), key)
