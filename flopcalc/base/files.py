@@ -225,6 +225,40 @@ def read_json(path: str | os.PathLike[str], limit: int, error: type[FlopcalcErro
         raise error(f"{os.fspath(path)}: not valid JSON: {str(problem)[:200]}") from None
 
 
+def format_json(value: Any, indent: int | None = 2) -> str:
+    """JSON text for others to read: a number that is not finite is null, and a note says where."""
+    import json
+
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        parts = value if isinstance(value, list) else [value]
+        plain = [_note_nulls(part) for part in parts]
+        return json.dumps(plain if isinstance(value, list) else plain[0], indent=indent, ensure_ascii=False)
+
+
+def _note_nulls(value: Any) -> Any:
+    places: list[str] = []
+    plain = _replace_floats(value, "", places)
+    if places and isinstance(plain, dict):
+        more = f" and {len(places) - 5} more" if len(places) > 5 else ""
+        plain["notes"] = [*plain.get("notes", ()), f"null, because not a finite number: {', '.join(places[:5])}{more}"]
+    return plain
+
+
+def _replace_floats(value: Any, path: str, places: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _replace_floats(each, f"{path}.{key}" if path else str(key), places) for key, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_replace_floats(each, f"{path}[{i}]", places) for i, each in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        places.append(path)
+        return None
+    return value
+
+
 def write_whole(path: str, text: str) -> None:
     """Replace a file as a whole or not at all; an OSError where it fails. A pipe or a device takes it as it comes."""
     path = os.path.realpath(path)  # a link stays one
