@@ -6,16 +6,23 @@ Paths are strings here and in config.py: pathlib alone would cost a tenth of the
 from __future__ import annotations
 
 import os
-import re
-import tomllib
 from functools import cache
 from typing import Any
 
-from flopcalc.base.errors import SpecError
-from flopcalc.base.files import MAX_TOML_BYTES, read_text
+from flopcalc.base.errors import FlopcalcError, SpecError
+from flopcalc.base.files import (
+    MAX_JSON_BYTES,
+    MAX_TOML_BYTES,
+    MAX_YAML_BYTES,
+    NoTomlError,
+    check_entries,
+    parse_json,
+    parse_toml,
+    parse_yaml,
+    read_text,
+)
 
-MAX_KEY_PARTS = 200
-_BETWEEN_KEYS = r"[^\w\s.\"'-]"
+_LIMITS = {".yaml": MAX_YAML_BYTES, ".yml": MAX_YAML_BYTES, ".json": MAX_JSON_BYTES, ".toml": MAX_TOML_BYTES}
 ALIASES = "aliases"  # a folder of key maps: foreign configs to known families
 PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
 DIFFUSERS = "diffusers"  # likewise: parts of pipelines, named by their classes
@@ -73,25 +80,31 @@ def load_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file, or a SpecError that names it."""
     try:
         return parse_toml(read_text(path, MAX_TOML_BYTES, SpecError))
-    except _NotToml as error:
+    except NoTomlError as error:
         raise SpecError(f"{path}: {error}") from None
 
 
-class _NotToml(SpecError):
-    """A text that is no TOML, before it is said where it stands."""
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text."""
-    # The parser's memory grows with the square of a key's parts.
-    if text.count(".") > MAX_KEY_PARTS and any(
-        piece.count(".") > MAX_KEY_PARTS for line in text.split("\n") for piece in re.split(_BETWEEN_KEYS, line)
-    ):
-        raise _NotToml(f"a key of more than {MAX_KEY_PARTS} parts")
+def read_table(path: str, what: str, extra: str, error: type[FlopcalcError], is_unique: bool = False) -> Any:
+    """The value of a YAML, TOML or JSON file with settings; `extra` installs PyYAML."""
+    ending = os.path.splitext(path)[1].lower()
+    if ending not in _LIMITS:
+        raise error(f"{path}: {what} is a {', '.join(_LIMITS)} file")
+    text = read_text(path, _LIMITS[ending], error)
     try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _NotToml(f"not valid TOML: {error}") from None
+        if ending == ".toml":
+            found: object = parse_toml(text)
+        elif ending == ".json":
+            found = parse_json(text, is_unique) if text.strip() else None
+        else:
+            return parse_yaml(text, is_unique)
+        check_entries(found)
+    except ImportError:
+        install = describe_install(extra)
+        raise error(f"{path}: PyYAML is missing: {install}, or write the file as .toml or .json") from None
+    except (ValueError, RecursionError) as problem:
+        kind = "not valid JSON: " if ending == ".json" and type(problem) is not ValueError else ""
+        raise error(f"{path}: {kind}{' '.join(str(problem).split())[:200]}") from None
+    return found
 
 
 def describe_install(extra: str) -> str:

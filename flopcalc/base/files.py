@@ -1,21 +1,40 @@
-"""The one reader of files that a user names or may have put somewhere: regular files only, up to a stated size."""
+"""The one reader of files and texts from outside: regular files up to a stated size; YAML, TOML, JSON with limits."""
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import stat
 import time
+import tomllib
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, BinaryIO
+from functools import cache
+from typing import Any, BinaryIO, ClassVar
 
-from flopcalc.base.errors import FlopcalcError, format_value
+from flopcalc.base.errors import FlopcalcError, SpecError, format_value
 
 # The largest files that are read, by what they hold; what is larger is no such file.
-MAX_TOML_BYTES = 10_000_000
+MAX_TOML_BYTES = 2_000_000  # tomllib reads about 1 MB in a second
 MAX_JSON_BYTES = 16_000_000
 MAX_YAML_BYTES = 500_000  # PyYAML reads about 100 kB in a second
 MAX_TABLE_BYTES = 50_000_000
 MAX_LOG_BYTES = 500_000_000
+# What a table of settings may hold.
+MAX_ENTRIES = 10_000
+MAX_DEPTH = 50
+MAX_KEY_PARTS = 200
+_BETWEEN_KEYS = r"[^\w\s.\"'-]"
+_LONG_NUMBER = re.compile(r"0[xob][0-9a-fA-F_]{3000}")  # Python reads it, and cannot print it
+# YAML 1.2's core schema, with 1.1's yes, no, on and off: every framework reads those as PyYAML does.
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
+}
 _PART_AGE_S = 3600.0
 _FLOAT = "__float__"  # transformers 5.22: configuration_utils.py
 _MOST_CHARACTERS = 300  # of a path in an error
@@ -82,16 +101,119 @@ def read_text(path: str | os.PathLike[str], limit: int, error: type[FlopcalcErro
         raise error(f"{os.fspath(path)}: not UTF-8 text: {problem.reason} at byte {problem.start}") from None
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, is_unique: bool = False) -> Any:
     """The value of a JSON text; also what transformers writes for infinities and NaN: {"__float__": "Infinity"}."""
     import json
 
-    return json.loads(text, object_hook=_read_float if _FLOAT in text else None)
+    def build(pairs: list[tuple[str, Any]]) -> Any:
+        if is_unique:
+            check_unique(name for name, _ in pairs)
+        word = pairs[0][1] if len(pairs) == 1 and pairs[0][0] == _FLOAT else None
+        return float(word) if word in ("Infinity", "-Infinity", "NaN") else dict(pairs)
+
+    return json.loads(text, object_pairs_hook=build if is_unique or _FLOAT in text else None)
 
 
-def _read_float(table: dict[str, Any]) -> Any:
-    word = table.get(_FLOAT) if len(table) == 1 else None
-    return float(word) if word in ("Infinity", "-Infinity", "NaN") else table
+class NoTomlError(SpecError):
+    """A text that is no TOML, before it is said where it stands."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text."""
+    # The parser's memory grows with the square of a key's parts.
+    if text.count(".") > MAX_KEY_PARTS and any(
+        piece.count(".") > MAX_KEY_PARTS for line in text.split("\n") for piece in re.split(_BETWEEN_KEYS, line)
+    ):
+        raise NoTomlError(f"a key of more than {MAX_KEY_PARTS} parts")
+    if _LONG_NUMBER.search(text):
+        raise NoTomlError("a number of more than 3,000 digits")
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NoTomlError(f"not valid TOML: {error}") from None
+
+
+def parse_yaml(text: str, is_unique: bool = False) -> Any:
+    """The value of a YAML text with YAML 1.2's scalars; an ImportError without PyYAML."""
+    import yaml
+
+    if _LONG_NUMBER.search(text):
+        raise ValueError("a number of more than 3,000 digits")
+    try:
+        loader = _make_loader()(text)
+        node = loader.get_single_node()
+        check_entries(node)  # before tables are merged: few words can ask for billions of entries
+        loader.is_unique = is_unique
+        return None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, LookupError, RecursionError) as problem:
+        mark = getattr(problem, "problem_mark", None)
+        reason = getattr(problem, "problem", None) or (str(problem).splitlines() or [type(problem).__name__])[0]
+        where = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ValueError(f"not valid YAML: {reason[:200]}{where}") from None
+
+
+@cache
+def _make_loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+        yaml_constructors: ClassVar[dict[str, Any]] = {}
+        is_unique = False
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            if self.is_unique and isinstance(node, yaml.MappingNode):
+                keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+                check_unique((key.value for key in keys), [key.start_mark.line + 1 for key in keys])
+            return super().construct_mapping(node, deep)
+
+        def construct_int(self, node: Any) -> int:
+            text = self.construct_scalar(node)
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+        def construct_float(self, node: Any) -> float:
+            text = self.construct_scalar(node).lower()
+            return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+    for name, pattern in _SCALARS.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), None)
+    for name in ("null", "bool", "str", "seq", "map"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{name}", getattr(Loader, f"construct_yaml_{name}"))
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_int)
+    Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_float)
+    Loader.add_constructor(None, Loader.construct_undefined)
+    return Loader
+
+
+def check_unique(names: Iterable[str], lines: list[int] | None = None) -> None:
+    """An error for a key that stands twice: parsers keep the last one and say nothing."""
+    seen = set()
+    for place, name in enumerate(names):
+        if name in seen:
+            raise ValueError(f"{f'line {lines[place]}: ' if lines else ''}key {name!r:.60} stands twice")
+        seen.add(name)
+
+
+def check_entries(value: object) -> None:
+    """An error for a table with too many entries; those of a table that is named twice count twice."""
+    if _count_entries(value, {}) > MAX_ENTRIES:
+        raise ValueError(f"more than {MAX_ENTRIES:,} entries, the most that is read")
+
+
+def _count_entries(value: object, known: dict[int, float], depth: int = 0) -> float:
+    """Entries of a table, or of a node of YAML, with those of the tables inside."""
+    inner = getattr(value, "value", value)
+    if not isinstance(inner, (dict, list, tuple)):
+        return 1
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} tables or lists inside one another")
+    if id(value) not in known:
+        known[id(value)] = math.inf  # until it is counted: one that holds itself has no end
+        inside = inner.values() if isinstance(inner, dict) else inner
+        known[id(value)] = 1 + sum(
+            _count_entries(each, known, depth + (not isinstance(inner, tuple))) for each in inside
+        )
+    return known[id(value)]
 
 
 def read_json(path: str | os.PathLike[str], limit: int, error: type[FlopcalcError]) -> Any:
@@ -101,6 +223,40 @@ def read_json(path: str | os.PathLike[str], limit: int, error: type[FlopcalcErro
         return parse_json(text)
     except (ValueError, RecursionError) as problem:
         raise error(f"{os.fspath(path)}: not valid JSON: {str(problem)[:200]}") from None
+
+
+def format_json(value: Any, indent: int | None = 2) -> str:
+    """JSON text for others to read: a number that is not finite is null, and a note says where."""
+    import json
+
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        parts = value if isinstance(value, list) else [value]
+        plain = [_note_nulls(part) for part in parts]
+        return json.dumps(plain if isinstance(value, list) else plain[0], indent=indent, ensure_ascii=False)
+
+
+def _note_nulls(value: Any) -> Any:
+    places: list[str] = []
+    plain = _replace_floats(value, "", places)
+    if places and isinstance(plain, dict):
+        more = f" and {len(places) - 5} more" if len(places) > 5 else ""
+        plain["notes"] = [*plain.get("notes", ()), f"null, because not a finite number: {', '.join(places[:5])}{more}"]
+    return plain
+
+
+def _replace_floats(value: Any, path: str, places: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _replace_floats(each, f"{path}.{key}" if path else str(key), places) for key, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_replace_floats(each, f"{path}[{i}]", places) for i, each in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        places.append(path)
+        return None
+    return value
 
 
 def write_whole(path: str, text: str) -> None:

@@ -95,12 +95,18 @@ UNITS = {
 }  # fmt: skip
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%$]*)"
 _MOST_CHARACTERS = 40
+_LEAST, _MOST = 1e-60, 1e60
+
+
+def is_digits(value: object) -> bool:
+    """Whether a text is a number in plain digits; str.isdigit also takes ² and ①, which int refuses."""
+    return isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20
 
 
 def parse_size(text: str, what: str, minimum: int = 1) -> int:
     """A whole number of at least `minimum`; '4k' where the field takes suffixes, never '1e3' or '1_024'."""
     digits = text[1:] if text[:1] == "-" else text
-    if digits.isascii() and digits.isdigit() and len(digits) <= 20:
+    if is_digits(digits):
         return check_size(int(text), _name(what), minimum)
     found = _split(digits, what) if text[:1] != "-" and "e" not in digits.lower() else None
     if found is None or not found[1] or found[0].denominator != 1:
@@ -126,8 +132,7 @@ def parse_number(text: str, field: str) -> float:
         value = float(found[0])
     except OverflowError:
         value = math.inf
-    if not 0 < value < math.inf:
-        raise FlopcalcError(f"{_name(field)} must be a positive number, not {format_value(text)}")
+    _check_range(value, _name(field), text)
     return value
 
 
@@ -223,9 +228,16 @@ def check_positive(value: Any, what: str, *, or_zero: bool = False) -> float:
         number = float(value) if is_number else math.nan
     except Exception:  # an array of several entries, or an int beyond all floats
         number = math.nan
-    if not 0 <= number < math.inf or (number == 0 and not or_zero):
-        raise WorkloadError(f"{what} must be a positive number, not {format_value(value)}")
+    if number or not or_zero:
+        _check_range(number, what, value)
     return number
+
+
+def _check_range(number: float, what: str, given: object) -> None:
+    """An error for what is no quantity; products of those that are stay far below the largest float."""
+    if not _LEAST <= number <= _MOST:
+        form = "a positive number" if not 0 < number < math.inf else f"between {_LEAST:g} and {_MOST:g}"
+        raise WorkloadError(f"{what} must be {form}, not {format_value(given)}")
 
 
 def check_items(value: Any, what: str, error: type[FlopcalcError] = WorkloadError, form: str = "a list") -> list[Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.text_table import format_text
 from flopcalc.cli.command import Command
+from flopcalc.cli.streams import show_json
 
 
 @click.command(cls=Command)
@@ -42,7 +41,7 @@ def add(types: tuple[str, ...], check: bool, as_json: bool) -> None:
     left = [f"{name} {step.name}" for name, steps in found.items() for step in steps if step.state != "done"]
     if as_json:
         steps = {name: [step._asdict() for step in each] for name, each in found.items()}
-        click.echo(json.dumps({"schema": 1, "types": steps, "left": left}, indent=2))
+        show_json({"schema": 1, "types": steps, "left": left})
     else:
         click.echo(format_text(f"left: {', '.join(left)}" if left else "nothing is left", "", "  "))
     if any(not each.endswith((" preset", " changelog")) for each in left):

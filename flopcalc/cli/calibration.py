@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from flopcalc.base.errors import CalibrationError, format_nearest
 from flopcalc.cli.command import Group
+from flopcalc.cli.streams import show_json
 from flopcalc.hardware.tables import SHAPES, Table, find_folder_tables, list_tables, load_table
 from flopcalc.report import calibration as report
 
@@ -33,7 +33,7 @@ def list_(as_json: bool) -> None:
                 }
             )  # fmt: skip
     if as_json:
-        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        show_json(shown)
     elif not shown:
         click.echo("no calibration tables yet: `flopcalc calibrate` on a machine with a GPU makes them")
     else:
@@ -52,7 +52,7 @@ def show(device: str, table: str, as_json: bool) -> None:
             "table": found.name, "file": found.path, "provenance": found.provenance, "rows": found.records(),
             "failures": list(found.failures),
         }  # fmt: skip
-        click.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        show_json(content)
         return
     click.echo(report.format_table(found))
 
@@ -71,7 +71,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
             continue
         summary.append({"table": name, **_compare(load_table(first[name]), load_table(second[name]))})
     if as_json:
-        click.echo(json.dumps(summary, indent=2, ensure_ascii=False))
+        show_json(summary)
         return
     click.echo(report.format_differences(summary))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +9,7 @@ import click
 from flopcalc.base.errors import ConfigError, format_value
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import complete_device, complete_model
+from flopcalc.cli.streams import show_json
 from flopcalc.report import catalogue as report
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def models(name: str | None, coverage: bool, as_json: bool) -> None:
         if len(found.presets) == 1:
             found = found._replace(presets=[describe_whole(found.presets[0])])
     if as_json:
-        click.echo(json.dumps(found._asdict(), indent=2, ensure_ascii=False))
+        show_json(found._asdict())
     elif name is not None and len(found.presets) == 1:
         click.echo(report.format_preset(found.presets[0], found.families))
     elif len(found.families) == 1 and not found.presets:
@@ -91,7 +91,7 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
             "release": found.release, "mappings": mappings, "registries": [each.to_dict() for each in registries],
             "launch_ids": [each._asdict() for each in launched],
         }  # fmt: skip
-        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        show_json(shown)
         return
     click.echo(report.format_coverage(found, registries, launched))
 
@@ -133,7 +133,7 @@ def devices(name: str | None, as_json: bool) -> None:
         described[0] |= _describe_use(shown[0])
     if as_json:
         found = {"devices": described, "ambiguous": ambiguous, "defaults": defaults}
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        show_json(found)
     elif is_one:
         click.echo(report.format_device(described[0]))
     else:

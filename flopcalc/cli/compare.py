@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from flopcalc.cli.command import Command
 from flopcalc.cli.estimate import EXACT
 from flopcalc.cli.options import complete_model, takes_setup
 from flopcalc.cli.pages import FORMATS, format_options, write_page
+from flopcalc.cli.streams import show_json
 from flopcalc.report.comparison import Column, format_comparison
 from flopcalc.setup.counting import find_shares
 from flopcalc.setup.fields import list_fields
@@ -40,7 +40,7 @@ def compare(models: tuple[str, ...], style: str, output: str | None, given: dict
     """
     columns = [_count(text, given) for text in models]
     if style == "json":
-        click.echo(json.dumps([column.to_dict() for column in columns], indent=2, ensure_ascii=False))
+        show_json([column.to_dict() for column in columns])
     elif style == "html":
         from flopcalc.report.html.comparison import make_comparison_page
 

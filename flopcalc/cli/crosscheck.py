@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from flopcalc.base.text_table import format_grid, wrap
 from flopcalc.base.units import format_flops, format_parameters, parse_size
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import takes_setup
+from flopcalc.cli.streams import show_json
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
 from flopcalc.setup.setup import make_setup
@@ -71,7 +71,7 @@ def crosscheck(
             f"crosscheck runs the model, and {package} is not installed: {describe_install('measure')}"
         ) from None
     if as_json:
-        click.echo(json.dumps(_to_dict(asked.estimate, found, asked.notes), indent=2, ensure_ascii=False))
+        show_json(_to_dict(asked.estimate, found, asked.notes))
     else:
         click.echo(_format(asked.estimate, found, asked.notes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +14,7 @@ from flopcalc.base.vocabulary import BY
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import FORMATS, format_options, write_page
+from flopcalc.cli.streams import show_json
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.setup.counting import find_run, find_shares
 from flopcalc.setup.setup import make_setup
@@ -86,7 +86,7 @@ def estimate(
         return
     counted = _count(model, given)
     if style == "json":
-        click.echo(json.dumps(counted.to_dict(by, levels), indent=2, ensure_ascii=False))
+        show_json(counted.to_dict(by, levels))
         return
     if style == "html":
         from flopcalc.report.html.estimate import make_estimate_page
@@ -135,7 +135,7 @@ def _show_list(
     if plot_file is not None:
         lists.draw(plot_file, rows, [each.estimate.total / 1e12 for each in results], "TFLOPs per step")
     if style == "json":
-        lists.show_json(rows, [each.to_dict(by, depth) for each in results])
+        lists.show_rows(rows, [each.to_dict(by, depth) for each in results])
     elif style == "csv":
         lists.show_csv(rows, EXACT, results)
     else:

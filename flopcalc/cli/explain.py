@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
@@ -10,6 +9,7 @@ import click
 from flopcalc.api import count
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import takes_setup
+from flopcalc.cli.streams import show_json
 from flopcalc.report.explanation import explain_rows, format_explanation
 from flopcalc.setup.setup import make_setup
 
@@ -28,8 +28,6 @@ def explain(model: str, pattern: str, as_json: bool, given: dict[str, Any]) -> N
     asked = count(make_setup("explain", model, given))
     shown = explain_rows(asked.estimate, pattern)
     if as_json:
-        click.echo(
-            json.dumps({"convention": asked.estimate.convention, "operations": shown}, indent=2, ensure_ascii=False)
-        )
+        show_json({"convention": asked.estimate.convention, "operations": shown})
         return
     click.echo(format_explanation(asked.estimate.convention, shown))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -13,6 +12,7 @@ import click
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.units import parse_size
 from flopcalc.cli.options import LISTED
+from flopcalc.cli.streams import show_json
 
 MOST_ROWS = 64
 Result = TypeVar("Result")
@@ -48,10 +48,10 @@ def expand(options: Mapping[str, object]) -> list[Row]:
     return [Row(varied, {**options, **{name: str(value) for name, value in varied.items()}}) for varied in found]
 
 
-def show_json(rows: Sequence[Row], results: Sequence[Mapping[str, object]]) -> None:
+def show_rows(rows: Sequence[Row], results: Sequence[Mapping[str, object]]) -> None:
     """The single results as one object, each with the values that make it differ from the others."""
     shown = [{"varied": row.varied, **result} for row, result in zip(rows, results, strict=True)]
-    click.echo(json.dumps({"schema": 1, "rows": shown}, indent=2, ensure_ascii=False))
+    show_json({"schema": 1, "rows": shown})
 
 
 def show_table(

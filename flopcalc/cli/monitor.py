@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
 from flopcalc.cli.command import Group
 from flopcalc.cli.pages import format_options, write_page
+from flopcalc.cli.streams import show_json
 from flopcalc.monitor.log import METRICS, find_series, load_log, summarize
 from flopcalc.monitor.log import plot as plot_log
 
@@ -29,7 +28,7 @@ def show(log: str, run: int | None, last: int | None, style: str, output: str | 
     found = load_log(log)
     summary = summarize(found, run, last)
     if style == "json":
-        click.echo(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False))
+        show_json(summary)
         return
     chosen = found.runs[summary["run"] - 1]
     if last is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ from flopcalc.base.units import format_tokens
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import format_options, write_page
+from flopcalc.cli.streams import show_json
 from flopcalc.setup.setup import make_setup
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def plan(
         found.plot(plot_file)
     if style == "json":
         shown = {**found.to_dict(), **({"launch": report} if report is not None else {})}
-        click.echo(json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False))
+        show_json(shown)
         return
     if style == "html":
         from flopcalc.report.html.plan import make_plan_page
@@ -76,7 +76,7 @@ def _show_list(model: str, given: dict[str, Any], style: str, output: str | None
     rows = lists.expand(given)
     results = [_plan(model, row.options)[0] for row in rows]
     if style == "json":
-        lists.show_json(rows, [each.to_dict() for each in results])
+        lists.show_rows(rows, [each.to_dict() for each in results])
         return
     title = f"{results[0].model}: {format_tokens(results[0].tokens)}, {results[0].dtype}"
     notes = [each.notes for each in results]

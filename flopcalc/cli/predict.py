@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -13,6 +12,7 @@ from flopcalc.base.units import parse_size
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import format_options, write_page
+from flopcalc.cli.streams import show_json
 from flopcalc.setup.counting import Counted
 from flopcalc.setup.setup import Setup, make_setup
 
@@ -55,7 +55,7 @@ def predict(
 
         save_trace(predicted.found, timeline)
     if style == "json":
-        click.echo(json.dumps(predicted.to_dict(), indent=2, ensure_ascii=False))
+        show_json(predicted.to_dict())
     elif style == "html":
         from flopcalc.report.html.prediction import make_prediction_page
 
@@ -121,7 +121,7 @@ def _show_list(
     if plot_file is not None:
         lists.draw(plot_file, rows, [each.found.tokens_per_s for each in results], "tokens/s")
     if style == "json":
-        lists.show_json(rows, [each.to_dict() for each in results])
+        lists.show_rows(rows, [each.to_dict() for each in results])
         return
     load = results[0].counted.estimate.terms[0].load
     title = f"{results[0].counted.estimate.terms[0].estimator.source.name}: one {load.phase} step"

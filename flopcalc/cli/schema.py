@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from flopcalc.base.spelling import KEYWORDS
 from flopcalc.cli.command import Command
+from flopcalc.cli.streams import show_json
 from flopcalc.setup.fields import FIELDS, Field, Kind
 
 _SIZE = {"type": ["integer", "string"], "minimum": 1}
@@ -57,4 +57,4 @@ def make_schema() -> dict[str, Any]:
 @click.command(cls=Command)
 def schema() -> None:
     """The JSON schema of a setup: every field, its type, its default and the commands that take it."""
-    click.echo(json.dumps(make_schema(), indent=2, ensure_ascii=False))
+    show_json(make_schema())

@@ -5,6 +5,11 @@ from __future__ import annotations
 import codecs
 import os
 import sys
+from typing import Any
+
+import click
+
+from flopcalc.base.files import format_json
 
 _HANDLER = "flopcalc.plain"
 _PLAIN = {
@@ -23,6 +28,11 @@ def prepare_streams() -> None:
         reconfigure = getattr(getattr(sys, name), "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors=_HANDLER)
+
+
+def show_json(value: Any) -> None:
+    """Print JSON; no command prints it in another way."""
+    click.echo(format_json(value))
 
 
 def drop_output() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from flopcalc.base.files import format_json
 from flopcalc.cli.command import Group
 from flopcalc.cli.options import complete_model
 from flopcalc.cli.pages import write_page
@@ -215,11 +215,11 @@ def summarize(
     chosen = given[0][0] if given else "table"
     found = summary.summarize(load_results(logs_dir))
     if output is not None and chosen != "html":
-        _write(output, _to_json(found) + "\n")
+        _write(output, format_json(found) + "\n")
     if plot_file is not None:
         summary.plot(found, plot_file)
     if chosen == "json":
-        click.echo(_to_json(found))
+        click.echo(format_json(found))
     elif chosen == "html":
         write_page(summary.make_page(found), output)
     else:
@@ -277,16 +277,12 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], ca
         retry_failed=options.get("retry") == "failed", progress=Progress(sys.stderr, lists_results=True),
     )  # fmt: skip
     found = summarize_rows(swept.rows)
-    click.echo(_to_json(found) if options["as_json"] else format_summary(found))
+    click.echo(format_json(found) if options["as_json"] else format_summary(found))
     if swept.stopped:
         same = "the same command without --fresh" if options["fresh"] else "the same command"
         click.echo(f"stopped: {same} goes on" if can_go_on else "stopped", err=True)
         return 130
     return 1 if swept.failed else 0
-
-
-def _to_json(summary: Mapping[str, object]) -> str:
-    return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _write(path: str, text: str) -> None:

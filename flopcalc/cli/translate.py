@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
@@ -11,6 +10,7 @@ from flopcalc.api import count, translate_counted
 from flopcalc.base.errors import WorkloadError
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import takes_setup
+from flopcalc.cli.streams import show_json
 from flopcalc.setup.setup import make_setup
 
 FORMATS = ("table", "json", "csv", "markdown")
@@ -36,7 +36,7 @@ def translate(model: str, style: str | None, as_json: bool, given: dict[str, Any
     setup = make_setup("translate", model, given)
     found = translate_counted(count(setup), setup)
     if style == "json":
-        click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+        show_json(found.to_dict())
         return
     from flopcalc.report.translation import format_translation, format_translation_csv
 

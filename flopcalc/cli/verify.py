@@ -17,6 +17,7 @@ from flopcalc.base.units import parse_size, parse_sizes
 from flopcalc.base.vocabulary import PHASES, RECOMPUTE, Recompute, check_word
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import complete_model
+from flopcalc.cli.streams import show_json
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
@@ -101,7 +102,7 @@ def verify(
     summary = _summarize(verdicts)
     is_equal = summary["equal"] == summary["cases"]
     if as_json:
-        click.echo(json.dumps({"schema": 1, "equal": is_equal, "cases": found, "summary": summary}, indent=2))
+        show_json({"schema": 1, "equal": is_equal, "cases": found, "summary": summary})
     else:
         click.echo(format_text(_format_summary(summary), rest="  "))
     if not is_equal:

@@ -231,6 +231,5 @@ def count_attention_pairs(
     passed = pad(length, step)
     if mask == "full":
         return held * passed
-    if direction == "forward":
-        return sum(_BLOCK * min(passed, _BLOCK * (i + 1)) for i in range(blocks))
-    return sum(_BLOCK * (passed - _BLOCK * i) for i in range(blocks))
+    triangle = _BLOCK * blocks * (blocks - 1) // 2
+    return _BLOCK * (triangle + passed if direction == "forward" else passed * blocks - triangle)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from flopcalc.base.data import describe_install, parse_toml
+from flopcalc.base.data import read_table
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
-from flopcalc.base.files import MAX_JSON_BYTES, MAX_YAML_BYTES, read_path, read_text
+from flopcalc.base.files import read_path
 from flopcalc.hardware.devices import parse_dtype
 from flopcalc.monitor.keys import STYLES
 
@@ -311,58 +310,9 @@ def _read(config: object) -> tuple[str, Mapping[Any, Any]]:
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"config must be a mapping or the path of a .yaml, .json or .toml file, not {config!r:.60}")
     path = read_path(config, "config", ConfigError)
-    parse = _PARSERS.get(os.path.splitext(path)[1].lower())
-    if parse is None:
-        raise ConfigError(f"{path}: a monitor's config is a {', '.join(_PARSERS)} file, or a mapping")
-    text = read_text(path, MAX_YAML_BYTES if parse is _parse_yaml else MAX_JSON_BYTES, ConfigError)
-    try:
-        content = parse(text)
-    except (ValueError, RecursionError) as error:  # also a date that is none, or bytes that are no UTF-8
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    content = read_table(path, "a monitor's config", "monitor", ConfigError, is_unique=True)
     if content is None:
         content = {}
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: must hold sections of keys at the top, not {format_value(content)}")
     return path, content
-
-
-def _parse_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"PyYAML is missing: {describe_install('monitor')}, or write the file as .toml or .json"
-        ) from None
-
-    class Loader(yaml.SafeLoader):  # PyYAML keeps the last of two equal keys and says nothing
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            seen = set()
-            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                    if key.value in seen:
-                        raise ConfigError(f"line {key.start_mark.line + 1}: key {key.value!r} stands twice")
-                    seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)  # a SafeLoader: plain values only
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {error}") from None
-
-
-def _parse_json(text: str) -> Any:
-    import json
-
-    def build(pairs: list[tuple[str, object]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) < len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            raise ConfigError(f"key {counts.most_common(1)[0][0]!r} stands twice")
-        return content
-
-    return json.loads(text, object_pairs_hook=build) if text.strip() else None
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json, ".toml": parse_toml,
-}  # fmt: skip

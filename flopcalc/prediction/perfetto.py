@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from flopcalc.base.errors import FlopcalcError
-from flopcalc.base.files import write_whole
+from flopcalc.base.files import format_json, write_whole
 
 if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction
@@ -53,6 +52,6 @@ def write_trace(trace: dict[str, object], path: str) -> None:
     if not path:
         raise FlopcalcError("the trace needs a file name, not ''")
     try:
-        write_whole(path, json.dumps(trace, ensure_ascii=False) + "\n")
+        write_whole(path, format_json(trace, None) + "\n")
     except OSError as error:
         raise FlopcalcError(f"{path}: cannot be written: {error.strerror}") from None

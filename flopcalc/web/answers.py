@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flopcalc.base.errors import DeviceError, FlopcalcError, format_value
-from flopcalc.base.files import parse_json
+from flopcalc.base.files import format_json, parse_json
 from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.base.vocabulary import CONVENTIONS
 from flopcalc.setup.counting import Counted, find_shares
@@ -33,7 +33,7 @@ def answer(question: str, progress: Progress | None = None) -> str:
             raise FlopcalcError(f"a question is an object, not {format_value(asked)}")
         with use_spelling(spell_option):
             found = _answer(asked, progress)
-    except (FlopcalcError, json.JSONDecodeError) as error:
+    except (FlopcalcError, json.JSONDecodeError, RecursionError) as error:
         found = {"error": " ".join(str(error).split())}
     return json.dumps(_make_plain(found), ensure_ascii=False, allow_nan=False)
 
@@ -98,7 +98,7 @@ def _answer_export(page: Page) -> Answer:
     setup, counted = count_page(page)
     return {
         "what": "export",
-        "json": json.dumps(_describe(setup, counted), indent=2, ensure_ascii=False),
+        "json": format_json(_describe(setup, counted)),
         "csv": format_csv(counted.estimate, "module", None),
     }
 
@@ -156,7 +156,7 @@ def _answer_translate(page: Page) -> Answer:
     return {
         "what": "translate",
         "translation": shown,
-        "json": json.dumps(shown, indent=2, ensure_ascii=False),
+        "json": format_json(shown),
         "lines": write_lines(page, "translate"),
     }
 
@@ -180,7 +180,7 @@ def _answer_time(page: Page) -> Answer:
     return {
         "what": "time",
         "prediction": shown,
-        "json": json.dumps(shown, indent=2, ensure_ascii=False),
+        "json": format_json(shown),
         "lines": write_lines(page, "time"),
     }
 
@@ -222,7 +222,7 @@ def _answer_memory(page: Page) -> Answer:
         "by_recompute": kept,
         "devices": devices,
         "notes": list(dict.fromkeys([*found.memory.notes, *counted.notes])),
-        "json": json.dumps({"memory_bytes": shown, "by_recompute": kept}, indent=2, ensure_ascii=False),
+        "json": format_json({"memory_bytes": shown, "by_recompute": kept}),
         "lines": write_lines(page, "memory"),
     }
 
@@ -236,7 +236,7 @@ def _answer_roofline(page: Page) -> Answer:
     return {
         "what": "roofline",
         "roofline": shown,
-        "json": json.dumps(shown, indent=2, ensure_ascii=False),
+        "json": format_json(shown),
         "notes": counted.all_notes,
         "lines": write_lines(page, "roofline"),
     }
@@ -259,7 +259,7 @@ def _answer_plan(page: Page, progress: Progress | None) -> Answer:
         "what": "plan",
         "plan": shown,
         "points": points,
-        "json": json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False),
+        "json": format_json(shown),
         "lines": write_lines(page, "plan"),
     }
 

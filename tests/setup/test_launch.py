@@ -322,10 +322,11 @@ def make_bomb(table: str, entry: str) -> str:
         ("a.yaml", "base_model: gpt2\nadapter: lora\nsequence_len: 8\n", "asks for LoRA, but no key says its targe"),
         ("a.yaml", "micro_batch_size: 1\nsequence_len: 8\n", "no known model in it; name the model yourself"),
         ("a.yaml", "base_model: no/such-model\nsequence_len: 8\n", "'no/such-model' is not a path"),
-        ("a.yaml", "base_model: gpt2\nx: &x [*x]\n", "a.yaml: more than 10,000 entries, the most that a launch file"),
+        ("a.yaml", "base_model: gpt2\nx: &x [*x]\n", "a.yaml: more than 10,000 entries, the most that is read"),
         ("a.yaml", make_bomb("{{{}}}", "k{}: *a{}"), "a.yaml: more than 10,000 entries"),
         ("a.yaml", make_bomb("[{}]", "*a{1}"), "a.yaml: more than 10,000 entries"),
         ("a.yaml", make_bomb("!!pairs [{}]", "k{}: *a{}"), "a.yaml: more than 10,000 entries"),
+        ("a.yaml", make_bomb("{{<<: [{}]}}", "*a{1}").replace("1", "{x: 1}", 1), "a.yaml: more than 10,000 entries"),
         ("a.yaml", "base_model: gpt2\nsequence_len: '²'\n", "sequence_len must be a whole number, not '²'"),
         ("a.yaml", f"base_model: gpt2\nsequence_len: '{'9' * 5000}'\n", "sequence_len must be a whole number, not '9"),
         ("a.yaml", f"base_model: gpt2\nx: {'[' * 60}{']' * 60}\n", "a.yaml: more than 50 tables or lists inside"),
@@ -333,7 +334,7 @@ def make_bomb(table: str, entry: str) -> str:
         ("a.json", f'{{"x": {"[" * 500}{"]" * 500}}}', "a.json: more than 50 tables or lists inside"),
         ("a.toml", "[model\n", "not valid TOML: "),
         ("a.json", "{", "not valid JSON: "),
-        ("a.txt", "", "a launch file ends in .yaml, .yml, .toml or .json"),
+        ("a.txt", "", "a launch file is a .yaml, .yml, .json, .toml file"),
     ],
 )  # fmt: skip
 def test_bad_files_are_one_line(name: str, text: str, message: str, tmp_path: Path) -> None:

@@ -383,6 +383,7 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
     pipeline = read_pipeline(source.config, source.where)
     inner = dict(source.config[pipeline.denoiser])
     inner.setdefault("model_type", inner.get("_class_name"))
+    _check_class(inner["model_type"], source, pipeline.denoiser)
     inner |= pipeline.list_passed()
     denoiser = make(bind_model(source.replace(config=inner, where=f"{source.where}: {pipeline.denoiser}")), False)
     if denoiser.model.latents is None:
@@ -411,14 +412,19 @@ def _encode_image(part: Part, batch: int) -> Estimate:
     return part.estimator.estimate(Workload(batch, 0, phase="forward", grids=((1, vision.side, vision.side),) * batch))
 
 
+def _check_class(named: object, source: Source, part: str) -> None:
+    if not isinstance(named, str):
+        raise ConfigError(f"{source.where}: {part}: no class is named (model_index.json or architectures)")
+
+
 def _bind_part(source: Source, name: str, kind: str, config: Mapping[str, Any]) -> BoundModel:
     """A part with its modules below its own name; all work of a frozen one is one component."""
     # A pipeline is loaded in one format, whatever its parts were saved in; a live one has its own.
     left = ("torch_dtype", "architectures", *(() if source.module is not None else ("dtype",)))
     plain = {key: value for key, value in config.items() if key not in left}
-    named = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
-    if not isinstance(named, str):
-        raise ConfigError(f"{source.where}: {name}: no class is named (model_index.json or architectures)")
+    listed = config.get("architectures")
+    named = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else None)
+    _check_class(named, source, name)
     where = f"{source.where}: {name}"
     model = bind_model(Source(source.name, {**plain, "model_type": named}, where), is_part=kind != _DENOISER)
 

@@ -11,7 +11,7 @@ from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_size
+from flopcalc.base.units import check_size, is_digits
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.expand import expand, expand_stack
 from flopcalc.core.model.live import unwrap
@@ -124,7 +124,7 @@ def check_head(text: object) -> str:
         return kind
     if kind not in _COUNTED:
         raise ConfigError(f"head {kind} has no number of labels: leave {format_value(colon + number)} out")
-    if not number.isascii() or not number.isdigit():
+    if not is_digits(number):
         raise ConfigError(f"head {format_value(text)}: the number of labels must be a whole number, as in {kind}:2")
     return f"{kind}:{check_size(int(number), 'labels')}"
 
@@ -158,7 +158,7 @@ def _make(table: str, source: Source, labels: int | None = None) -> Head:
 
 def _read_size(source: Source, keys: list[str]) -> int:
     given = next((source.config[key] for key in keys if source.config.get(key) is not None), keys[-1])
-    return check_size(int(given) if isinstance(given, str) and given.isdigit() else given, f"{source.where}: {keys[0]}")
+    return check_size(int(given) if is_digits(given) else given, f"{source.where}: {keys[0]}")
 
 
 def read_labels(config: dict[str, object], where: str) -> int:

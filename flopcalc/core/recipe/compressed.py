@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flopcalc.base.errors import format_value
+from flopcalc.base.units import is_digits
 from flopcalc.core.recipe.formats import Stored
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
@@ -158,7 +159,7 @@ def _read_args(keys: Keys) -> tuple[str, int, str, int, tuple[int, int], bool, i
         keys.fail("block_structure", f"is {format_value(block)}, but strategy is {strategy}")
     block = (128, 128) if block is None else block
     if isinstance(block, str):
-        block = [int(each) if each.isdigit() else 0 for each in block.lower().split("x")]
+        block = [int(each) if is_digits(each) else 0 for each in block.lower().split("x")]
     if len(block) != 2 or any(type(each) is not int or each < 1 for each in block):
         keys.fail("block_structure", f"is {format_value(block)}; it is two sizes, as [128, 128]")
     if strategy == "group" and size < 1:

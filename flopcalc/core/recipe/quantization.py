@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from flopcalc.base.errors import ConfigError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.patterns import is_costly
 from flopcalc.base.spelling import spell
 from flopcalc.core.recipe.formats import Stored, load_stored
 
@@ -29,7 +30,6 @@ WITH_HEAD: tuple[Kind, ...] = ("linear", "expert", "head")
 
 # What lists of modules in a downloaded config may hold.
 MAX_PATTERNS = 20_000
-MAX_CHARACTERS = 1000
 MAX_REPEATS = 5
 
 
@@ -79,30 +79,6 @@ class Pattern(Value):
 def _compile(text: str) -> re.Pattern[str]:
     """A list may hold hundreds of names, each asked about every module."""
     return re.compile(text)
-
-
-def _is_costly(text: str) -> bool:
-    """Whether a regex repeats a group with repeats or choices, or has many repeats: time may grow without bound."""
-    has_repeat = [False]  # of each open group
-    repeats, at = 0, 0
-    while at < len(text):
-        letter = text[at]
-        if letter == "\\":
-            at += 1
-        elif letter == "[":  # a set of letters; ] is its end unless it comes first
-            at = max(text.find("]", at + (3 if text.startswith("^", at + 1) else 2)), at)
-        elif letter == "(":
-            has_repeat.append(False)
-        elif letter == ")" and len(has_repeat) > 1:
-            inner = has_repeat.pop()
-            if inner and text[at + 1 : at + 2] in ("*", "+", "{"):
-                return True
-            has_repeat[-1] |= inner
-        elif letter in "*+{|":
-            repeats += letter != "|"
-            has_repeat[-1] = True
-        at += 1
-    return repeats > MAX_REPEATS
 
 
 @frozen()
@@ -204,12 +180,12 @@ class Keys:
         for name in names:
             if len(found) == MAX_PATTERNS:
                 self.fail(key, f"holds more than {MAX_PATTERNS:,} names")
-            if style in ("hf", "regex") and (len(name) > MAX_CHARACTERS or _is_costly(name)):
+            if style in ("hf", "regex") and is_costly(name, MAX_REPEATS):
                 self.fail(key, f"holds {format_value(name)}, a pattern that may take for ever to match")
             pattern = Pattern(name, style)
             try:
                 pattern.matches("model")
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 self.fail(key, f"holds {format_value(name)}, which is no pattern: {error}")
             found.append(pattern)
         return found

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import RecipeError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import find_computed, parse_compute
+from flopcalc.base.patterns import find_matches, is_costly
 from flopcalc.base.units import check_items, check_size, parse_size
 from flopcalc.base.vocabulary import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
@@ -152,9 +153,13 @@ def _make_lora(value: Lora | Mapping[str, Any] | str | None) -> Lora | None:
 
 
 def _check_regex(target: str) -> None:
+    text = target.removeprefix(REGEX)
+    if is_costly(text):
+        find_matches(text, (), "lora target", RecipeError)
+        return
     try:
-        re.compile(target.removeprefix(REGEX))
-    except re.error as error:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
         raise RecipeError(f"lora target {format_value(target)} is no regular expression: {error}") from None
 
 

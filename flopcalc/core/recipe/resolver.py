@@ -8,6 +8,7 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from flopcalc.base.errors import RecipeError, format_value
+from flopcalc.base.patterns import find_matches, is_costly
 from flopcalc.base.vocabulary import GROUPS, Clipping
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import REGEX, Adapter, Recipe
@@ -65,32 +66,21 @@ class Resolver:
         """What a target names; PEFT turns a regular expression into last names where it maps targets."""
         if not text.startswith(REGEX):
             return [_Suffix(text)]
-        target = _Regex(text)
+        target = _Regex(text, stages)
         names: dict[str, None] = {}
-        for stage in stages if self._mapped else ():
-            for layer, op in (
-                (layer, op) for layer, chain in enumerate(stage.layers, stage.first) for op in iterate(chain)
-            ):
-                if isinstance(op, Weighted):
-                    path = join(f"{stage.path}.{layer}" if stage.repeated else stage.path, op.name)
-                    path = op.name_first(path)
-                    holder = path.rpartition(".")[0] if isinstance(op, Param) else path
-                    tried = [f"{holder}.{name}" for name in op.targets] if op.is_bare else [path]
-                    names |= {name.rpartition(".")[2]: None for name in tried if target.names(name)}
+        for _, op, path in _iterate_modules(stages if self._mapped else ()):
+            tried = _name_targets(op, path) if op.is_bare else [op.name_first(path)]
+            names |= {name.rpartition(".")[2]: None for name in tried if target.names(name)}
         return [_Suffix(name) for name in names] or [target]
 
     def _find_aliases(self, stages: tuple[Stage, ...]) -> None:
         groups = {f"{stage.path}.weight": stage.group for stage in stages}
-        for stage in stages:
-            for layer, op in (
-                (layer, op) for layer, chain in enumerate(stage.layers, stage.first) for op in iterate(chain)
-            ):
-                if isinstance(op, Weighted) and op.tied:
-                    path = f"{stage.path}.{layer}" if stage.repeated else stage.path
-                    own = _weight_name(op, join(path, op.name))
-                    names = self._aliases.setdefault(op.tied, [(op.tied, groups.get(op.tied, stage.group))])
-                    names.append((own, stage.group))
-                    self._aliases[own] = names
+        for stage, op, path in _iterate_modules(stages):
+            if op.tied:
+                own = _weight_name(op, path)
+                names = self._aliases.setdefault(op.tied, [(op.tied, groups.get(op.tied, stage.group))])
+                names.append((own, stage.group))
+                self._aliases[own] = names
 
     def _check_fused(self, stages: tuple[Stage, ...]) -> None:
         for fused in {op.targets for stage in stages for op in _iterate_kinds(stage) if len(op.targets) > 1}:
@@ -177,7 +167,7 @@ class Resolver:
         """The first copy's name where a regular expression meets a module per copy."""
         if "*" not in path or not isinstance(target, _Regex):
             return path
-        names = [path.replace("*", copy) for copy in op.copy_names]
+        names = _name_copies(op, path)
         if len({target.names(name) for name in names}) > 1:
             raise RecipeError(f"lora target {format_value(target.text)} adapts some of {path} only: give all, or none")
         return names[0]
@@ -316,12 +306,27 @@ class _Suffix:
 class _Regex(_Suffix):
     """PEFT's rule for a single text: a regular expression for the whole name."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, stages: tuple[Stage, ...]) -> None:
         super().__init__(text)
-        self._regex = re.compile(text.removeprefix(REGEX))
+        self._pattern = text.removeprefix(REGEX)
+        self._regex = None if is_costly(self._pattern) else re.compile(self._pattern)
+        self._known: dict[str, bool] = {}
+        if self._regex is None:  # all at once: a process for each name would take long
+            self._match([
+                name for _, op, path in _iterate_modules(stages)
+                for name in (*_name_copies(op, path), *_name_targets(op, path))
+            ])  # fmt: skip
 
     def names(self, path: str) -> bool:
-        return self._regex.fullmatch(path) is not None
+        if self._regex is not None:
+            return self._regex.fullmatch(path) is not None
+        if path not in self._known:
+            self._match([path])
+        return self._known[path]
+
+    def _match(self, names: list[str]) -> None:
+        found = find_matches(self._pattern, tuple(names), "lora target", RecipeError)
+        self._known |= {name: name in found for name in names}
 
 
 class _Ending(_Suffix):
@@ -337,6 +342,25 @@ def _iterate_kinds(stage: Stage) -> Iterable[Weighted]:
     """Every op of a stage with parameters, layers that are alike taken once."""
     for chain in stage.kinds:
         yield from (op for op in iterate(chain) if isinstance(op, Weighted))
+
+
+def _iterate_modules(stages: Iterable[Stage]) -> Iterable[tuple[Stage, Weighted, str]]:
+    """Every op with parameters, in every layer, with its path."""
+    for stage in stages:
+        for layer, chain in enumerate(stage.layers, stage.first):
+            path = f"{stage.path}.{layer}" if stage.repeated else stage.path
+            yield from ((stage, op, join(path, op.name)) for op in iterate(chain) if isinstance(op, Weighted))
+
+
+def _name_copies(op: Weighted, path: str) -> list[str]:
+    return [path.replace("*", copy) for copy in op.copy_names] if "*" in path else [path]
+
+
+def _name_targets(op: Weighted, path: str) -> list[str]:
+    """Bare parameters, under the names that they had as modules."""
+    path = op.name_first(path)
+    holder = path.rpartition(".")[0] if isinstance(op, Param) else path
+    return [f"{holder}.{name}" for name in op.targets]
 
 
 def _weight_name(op: Weighted, path: str) -> str:

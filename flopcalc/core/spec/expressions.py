@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from flopcalc.base.errors import FlopcalcError, SpecError, format_value
+from flopcalc.base.units import is_digits
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -50,7 +51,7 @@ class Object(dict[Any, Any]):
     """An object of a config as a constant; keys that are numbers written as words, as JSON has them, are numbers."""
 
     def __init__(self, table: dict[Any, Any]) -> None:
-        super().__init__({int(key) if str(key).isdigit() else key: value for key, value in table.items()})
+        super().__init__({int(key) if is_digits(key) else key: value for key, value in table.items()})
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
@@ -203,7 +204,7 @@ def _override(table: object, index: object, key: object, otherwise: object) -> A
     if not isinstance(table, dict):
         raise SpecError(f"{format_value(table)} is not an object")
     for name, layer in table.items():  # HF pads the numbers: "05"
-        if str(name).isdigit() and int(name) == index and isinstance(layer, dict):
+        if is_digits(str(name)) and int(name) == index and isinstance(layer, dict):
             return layer.get(key, otherwise)
     return otherwise
 

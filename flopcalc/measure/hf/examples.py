@@ -11,6 +11,7 @@ import torch
 
 from flopcalc.base.data import find_data_file, load_toml
 from flopcalc.base.errors import ConfigError, SpecError
+from flopcalc.base.units import is_digits
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.spec.expressions import MissingNameError, evaluate
@@ -195,7 +196,7 @@ def make_inputs(
     for name, entry in example.inputs.items():
         if "when" not in entry or evaluate(entry["when"], scope):
             tensor = _make_tensor(name, entry, scope, out, grids * batch, generator, device)
-            *outer, last = [int(part) if part.isdigit() else part for part in name.split(".")]
+            *outer, last = [int(part) if is_digits(part) else part for part in name.split(".")]
             table: Any = out
             for part in outer:  # a dotted name lies in an inner object
                 table = table.setdefault(part, {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flopcalc.base.units import is_digits
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
@@ -79,7 +80,7 @@ def make_step(
 
 def _pick(out: Any, name: str) -> Any:
     for part in name.split("."):
-        out = out[int(part)] if part.isdigit() else out[part] if isinstance(out, dict) else getattr(out, part)
+        out = out[int(part)] if is_digits(part) else out[part] if isinstance(out, dict) else getattr(out, part)
     return out
 
 

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.base.data import find_data_file, load_toml
+from flopcalc.base.data import find_data_file, read_table
 from flopcalc.base.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
-from flopcalc.base.files import MAX_JSON_BYTES, read_json, read_path
+from flopcalc.base.files import read_path
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import MAX_SIZE, check_size
 from flopcalc.base.vocabulary import Clipping
@@ -161,11 +161,7 @@ def load_matrix(source: str | os.PathLike[str] | Mapping[str, Any], **overrides:
 
 
 def _read_file(path: str) -> Json:
-    if path.endswith(".toml"):
-        return load_toml(path)
-    if not path.endswith(".json"):
-        raise SweepError(f"{path}: a matrix is a .json or a .toml file")
-    data = read_json(path, MAX_JSON_BYTES, SweepError)
+    data = read_table(path, "a matrix", "launch", SweepError)
     if not isinstance(data, dict):
         raise SweepError(f"{path}: holds a {type(data).__name__}, not an object of lists and settings")
     return data

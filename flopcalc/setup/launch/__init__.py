@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from flopcalc.base.data import describe_install, load_toml
-from flopcalc.base.errors import ConfigError, SpecError, format_value
-from flopcalc.base.files import MAX_TOML_BYTES, MAX_YAML_BYTES, read_json, read_path, read_text
-from flopcalc.base.spelling import spell
+from flopcalc.base.data import load_toml, read_table
+from flopcalc.base.errors import ConfigError, format_value
+from flopcalc.base.files import read_path
 from flopcalc.base.units import check_items, parse_size
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.setup.fields import list_fields
@@ -22,9 +21,6 @@ FRAMEWORKS = (
     "megatron_swift", "llamafactory_v1", "axolotl", "ms_swift", "llamafactory", "torchtitan", "trl", "accelerate",
     "training_arguments",
 )  # fmt: skip
-# What a launch file may hold.
-MAX_ENTRIES = 10_000
-MAX_DEPTH = 50
 _FOLDER = os.path.dirname(__file__)
 # An option that is given takes the place of these too.
 _TOGETHER = (
@@ -141,51 +137,10 @@ def _shorten(value: object) -> str:
 
 def _load(path: str) -> dict[str, Any]:
     """A mapping from a TOML, JSON or YAML file."""
-    ending = os.path.splitext(path)[1].lower()
-    if ending == ".toml":
-        try:
-            found: object = load_toml(path)
-        except SpecError as problem:
-            raise ConfigError(str(problem)) from None
-    elif ending == ".json":
-        found = read_json(path, MAX_TOML_BYTES, ConfigError)
-    elif ending in (".yaml", ".yml"):
-        found = _load_yaml(path)
-    else:
-        raise ConfigError(f"{format_value(path)}: a launch file ends in .yaml, .yml, .toml or .json")
-    if _count_entries(found, path, {}) > MAX_ENTRIES:
-        raise ConfigError(f"{path}: more than {MAX_ENTRIES:,} entries, the most that a launch file may have")
+    found = read_table(path, "a launch file", "launch", ConfigError)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds {format_value(found)}, not a mapping of settings")
     return found
-
-
-def _count_entries(value: object, path: str, known: dict[int, float], depth: int = 0) -> float:
-    """Entries of a table with those of the tables inside; YAML may name a table many times, or inside itself."""
-    if not isinstance(value, (dict, list, tuple)):
-        return 1
-    if depth > MAX_DEPTH:
-        raise ConfigError(f"{path}: more than {MAX_DEPTH} tables or lists inside one another")
-    if id(value) not in known:
-        known[id(value)] = math.inf  # until it is counted: one that holds itself has no end
-        inner = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_count_entries(each, path, known, depth + 1) for each in inner)
-    return known[id(value)]
-
-
-def _load_yaml(path: str) -> Any:
-    text = read_text(path, MAX_YAML_BYTES, ConfigError)
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f"{spell('launch')} with YAML needs pyyaml: {describe_install('launch')}") from None
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        mark = getattr(problem, "problem_mark", None)
-        reason = getattr(problem, "problem", None) or (str(problem).splitlines() or [type(problem).__name__])[0]
-        where = f" in line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}: not valid YAML: {reason[:200]}{where}") from None
 
 
 def _flatten(values: Mapping[Any, object], before: str = "") -> dict[str, Any]:

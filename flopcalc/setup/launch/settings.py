@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_value
 from flopcalc.base.number_formats import parse_compute
-from flopcalc.base.units import check_size
+from flopcalc.base.units import check_size, is_digits
 from flopcalc.core.recipe.recipe import REGEX
 
 _SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "lora.r")
@@ -16,7 +15,6 @@ _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16
           "freeze.vision", "freeze.projector", "freeze.language")  # fmt: skip
 _ADAPTERS = {"lora": True, "qlora": True, "longlora": True, "full": False, "none": False, "": False}
 _CHECKPOINTING = {"none": False, "full": True, "unsloth": True, "offload": True, "offload_disk": True}
-_DIGITS = re.compile(r"[0-9]{1,20}")
 _REGEX_SIGNS = "*^$(|\\["
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
 
@@ -162,7 +160,7 @@ class Settings:
 def _read(word: str, value: object, key: str) -> Any:
     """A setting's checked value; None where it is not understood."""
     if word in _SIZES:
-        return check_size(int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value, key)
+        return check_size(int(value) if is_digits(value) else value, key)
     if word in _FLAGS:
         return value if isinstance(value, bool) else None
     if word == "bf16":
@@ -209,6 +207,6 @@ def _read_converters(value: object) -> tuple[str, ...] | None:
 
 
 def _read_format(value: object, key: str) -> Any:
-    if value in ("no", "auto"):
+    if value is False or value in ("no", "auto"):  # accelerate reads an unquoted no as 'no', too
         return False
     return parse_compute(str(value).removeprefix("torch."), key)

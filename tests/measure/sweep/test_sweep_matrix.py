@@ -157,7 +157,7 @@ def test_errors_say_what_was_read_and_what_to_do(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "", "a.yaml: a matrix is a .json or a .toml file"),
+        ("a.txt", "", "a.txt: a matrix is a .yaml, .yml, .json, .toml file"),
         ("no.json", None, "no.json: cannot be read: No such file"),
         ("no.toml", None, "no.toml: cannot be read: No such file"),
         ("a.json", "{", "a.json: not valid JSON"),
