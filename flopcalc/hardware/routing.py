@@ -17,6 +17,7 @@ from flopcalc.base.units import check_items, check_size, parse_size
 KEY = "rows_per_expert"  # of a JSON file; the monitor writes such files
 MAX_SPREAD = 1.0
 _SPREAD = re.compile(r"spread:(\d+(?:\.\d*)?|\.\d+)")
+_ALL = 10**18  # more rows than any expert gets
 _FORMS = "even, spread:S with S from 0 to 1, rows per expert (N,N,…), or a JSON file of rows"
 
 
@@ -41,8 +42,14 @@ class Routing(Value):
         """Steps of `size` rows that a layer's experts fill together: a mean over layers, expected for a spread."""
         if self.spread is not None:
             return experts * _expect_steps(self.spread, rows / experts, size)
-        layers = self.rows or ((1,) * experts,)
-        return sum(-(-own // size) for layer in layers for own in deal(layer, experts, rows)) / len(layers)
+        if not self.rows:
+            least, more = divmod(rows, experts)
+            return (experts - more) * -(-least // size) + more * -(-(least + 1) // size)
+        return sum(-(-own // size) for layer in self.rows for own in deal(layer, experts, rows)) / len(self.rows)
+
+    def count_busy(self, experts: int, rows: int) -> float:
+        """Experts of a layer that get a row."""
+        return self.count_steps(experts, rows, _ALL)
 
     def find_busiest(self, experts: int, ranks: int) -> float:
         """Rows of the busiest of `ranks` GPUs that share a layer's experts, over their mean."""

@@ -174,8 +174,9 @@ class Estimator(Protocol):
         routing = self.asked_routing or EVEN
         if len(routing.rows) < 2 or block.layers is None:
             return routing
-        places = list(list_routed(self.stages))
-        return routing.take([places.index((block.path, layer)) for layer in block.layers])
+        places = enumerate(list_routed(self.stages))
+        own = [i for i, (path, layer) in places if path == block.path and layer in block.layers]
+        return routing.take(own) if own else EVEN
 
     def count_tokens(self, load: Workload) -> int:
         """Real tokens of a workload."""
