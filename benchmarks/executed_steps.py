@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,25 @@ def get_config(name: str) -> Json:
     return expert_steps.get_config(preset)
 
 
-def measure(out: Path, device: str) -> None:
-    """One step of each case under the counter."""
+def measure_cases(
+    out: Path, device: str, command: str, cases: dict[str, Json], configs: Callable[[str], Json],
+    prepare: Callable[[Any], object] = lambda runner: None,
+) -> None:  # fmt: skip
+    """One step of each case under the counter; `prepare` may change a runner's model before it runs."""
     from flopcalc.measure.calibrate.provenance import describe_machine
-    from flopcalc.measure.predictor.runs import Runner, make_case
+    from flopcalc.measure.predictor.runs import Runner
 
     kept: Json = {
-        "provenance": {**describe_machine(device), "command": "python benchmarks/executed_steps.py",
+        "provenance": {**describe_machine(device), "command": command,
                        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
         "cases": [], "failures": [],
     }  # fmt: skip
-    for name, (_, _, _, batch, seq, grids) in CASES.items():
+    for name, case in cases.items():
         begun = time.monotonic()
-        runner = Runner(device, get_config)
+        runner = Runner(device, configs)
         try:
-            step = runner.make_step(make_case(name, "train", batch, seq, grids, optimizer="adamw"))
+            step = runner.make_step(case)
+            prepare(runner)
             runner.optimizer.step = lambda: None  # products alone
             step()
             runner.bench.synchronize()
@@ -72,6 +77,14 @@ def measure(out: Path, device: str) -> None:
             print(f"{time.monotonic() - begun:6.1f} s  {name}  failed: {reason}", flush=True)
         runner.drop()
         out.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def measure(out: Path, device: str) -> None:
+    """One step of each case under the counter."""
+    from flopcalc.measure.predictor.runs import make_case
+
+    cases = {name: make_case(name, "train", batch, seq, grids) for name, (*_, batch, seq, grids) in CASES.items()}
+    measure_cases(out, device, "python benchmarks/executed_steps.py", cases, get_config)
 
 
 def count(name: str, device: str | None = "h200") -> int:

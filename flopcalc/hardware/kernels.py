@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
 from flopcalc.hardware.attention_shape import BLOCK, KernelShape
+from flopcalc.hardware.routing import EVEN, Routing
 from flopcalc.hardware.tables import Table, find_table, load_table
 from flopcalc.hardware.tiles import (
     MODELLED,
@@ -160,13 +161,13 @@ class TileTable(NamedTuple):
     is_modelled: bool = False  # sizes that were not measured have a model
 
     def expect(
-        self, m: int, n: int, k: int, copies: int = 1, steps: Callable[[int], float] | None = None
+        self, m: int, n: int, k: int, copies: int = 1, routing: Routing = EVEN
     ) -> dict[ProductDirection, int] | None:
         """As find; by the model where a size was not measured, and of experts always."""
         measured = self.find(m, n, k) if copies == 1 else None
         if measured is not None or not self.is_modelled:
             return measured
-        return count_product_excess(m, n, k) if copies == 1 else count_experts_excess(copies, m, n, k, steps)
+        return count_product_excess(m, n, k) if copies == 1 else count_experts_excess(copies, m, n, k, routing)
 
     def find(self, m: int, n: int, k: int) -> dict[ProductDirection, int] | None:
         """Excess of a product forward, for its input's gradient (dgrad) and its weight's (wgrad), where measured."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Annotated, NamedTuple, TypedDict, get_args
 
 from flopcalc.base.data import find_data_dir
@@ -23,6 +22,7 @@ from flopcalc.base.errors import SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromZero, Keys, Positive, Rule, find_fault
 from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
+from flopcalc.hardware.routing import Routing
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
 DIRECTIONS: tuple[ProductDirection, ...] = get_args(ProductDirection)
@@ -46,7 +46,6 @@ GRADIENTS: dict[tuple[int, int], int] = {
 }  # fmt: skip
 _GROUPED = 256  # rows and columns of the grouped product's tiles
 _FEW, _FEW_TILE = 128, 128  # up to so many rows an expert, the tiles are smaller
-_SPREAD = 0.4  # of rows an expert, over their mean: routers that routing.py does not know, and times of steps
 _BLOCK = 128  # of attention, in both sides
 UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as the measured one between 64 and 128 is
 _STEP = 64  # what queries come in on the way back
@@ -170,15 +169,6 @@ def count_product_excess(m: int, n: int, k: int) -> dict[ProductDirection, int]:
     return {direction: flops - need for direction, flops in executed.items()}
 
 
-def count_steps(mean: float, size: int) -> float:
-    """Steps of `size` rows that an expert takes on average, where a router deals rows out as unevenly as _SPREAD."""
-    if mean > 8 * size:
-        return mean / size + 0.5
-    spread = math.sqrt(2 * (mean + (_SPREAD * mean) ** 2))
-    more = sum(math.erfc((size * i - mean) / spread) / 2 for i in range(1, 2 + int(3 * mean / size)))
-    return -math.expm1(-mean) + more
-
-
 def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[ProductDirection, int]:
     """Executed FLOPs of a grouped product whose rows fill so many in tiles of a side, and so many as depth."""
     return {
@@ -188,25 +178,14 @@ def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[
     }
 
 
-def count_dealt(rows: Sequence[int], n: int, k: int) -> dict[ProductDirection, int]:
-    """Executed FLOPs of a grouped product where it is known how many rows a router gave to each expert."""
-    side = _GROUPED if sum(rows) // len(rows) > _FEW else _FEW_TILE
-    filled, deep = (sum(pad(each, step) for each in rows) for step in (side, _DEPTH))
-    return _count_experts(side, filled, deep, n, k)
+def count_experts_excess(copies: int, m: int, n: int, k: int, routing: Routing) -> dict[ProductDirection, int]:
+    """FLOPs beyond need of experts in one grouped product, m rows in all, as a router deals them out.
 
-
-def count_experts_excess(
-    copies: int, m: int, n: int, k: int, steps: Callable[[int], float] | None = None
-) -> dict[ProductDirection, int]:
-    """The same of experts in one grouped product, m rows in all, dealt out by a router: what is expected.
-
-    Rows of an expert are padded to a tile; for the weight's gradient, where they are the depth, to steps. `steps` says
-    how many steps of a size an expert takes on average, where the router is known (routing.py).
+    Rows of an expert are padded to a tile; for the weight's gradient, where they are the depth, to steps.
     """
-    mean, need = m / copies, 2 * m * n * k
-    count = steps or partial(count_steps, mean)
+    need = 2 * m * n * k
     side = _GROUPED if m // copies > _FEW else _FEW_TILE
-    filled, deep = (copies * count(step) * step for step in (side, _DEPTH))
+    filled, deep = (routing.count_steps(copies, m, step) * step for step in (side, _DEPTH))
     return {name: max(0, flops - need) for name, flops in _count_experts(side, filled, deep, n, k).items()}
 
 

@@ -12,6 +12,7 @@ from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, Op, iterate
 from flopcalc.core.workload.pairs import block_pairs
 from flopcalc.core.workload.sums import Either, Expression, Frames, InDecoder, Minus, Pairs, Sum, Windows
 from flopcalc.core.workload.workload import Workload
+from flopcalc.hardware.routing import EVEN
 from flopcalc.hardware.tiles import pad
 from flopcalc.prediction.fused_kernels import list_fused
 from flopcalc.prediction.moe_versions import USUAL
@@ -70,7 +71,7 @@ def make_work(
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
     own = estimator.formats.attention
-    maker = _Maker(load, kernel, masked, found.has_dropout, is_fused, own, estimator.is_diffusion)
+    maker = _Maker(load, kernel, masked, found.has_dropout, is_fused, own, estimator)
     widths = find_widths(estimator)
     sides = {block: find_sides([row.op for row in block.rows], widths[block.path]) for block, _, _ in rows}
     for counted in rows:
@@ -203,11 +204,12 @@ class _Maker:
 
     def __init__(
         self, load: Workload, kernel: CallKernel, masked: set[str], has_dropout: bool, is_fused: bool, own: str,
-        is_diffusion: bool,
+        estimator: Estimator,
     ) -> None:  # fmt: skip
         self.own = own  # the number format of attention, and of all that has no other
         self.load, self.kernel, self.masked, self.has_dropout = load, kernel, masked, has_dropout
-        self.is_fused, self.is_diffusion = is_fused, is_diffusion
+        self.is_fused, self.is_diffusion = is_fused, estimator.is_diffusion
+        self.find_routing = estimator.find_routing
         self.is_train = load.phase == "train"
         self.steps = count_calls(load)
         self.products: list[Product] = []
@@ -238,6 +240,7 @@ class _Maker:
         self, block: Block, op: Op, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: TensorSplit,
         more: tuple[str, ...] = (),
     ) -> tuple[Product, ...]:  # fmt: skip
+        routing = self.find_routing(block) if op.active < copies else EVEN
         calls = block.copies * self.steps
         module, is_conv = name_module(block, op), op.kind == "conv" and block.group == "vision"
         ways = [("forward", False)]
@@ -247,7 +250,7 @@ class _Maker:
             Product(
                 module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
                 sided.kv, sided.kv_heads, self._find_format(product, direction, op.part),
-                EXPERTS_SLOWER if sided.side == "expert" else 1.0,
+                EXPERTS_SLOWER if sided.side == "expert" else 1.0, routing,
             )
             for direction, is_again in ways
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from flopcalc.base.vocabulary import CallKernel, CallMask, Execution
+from flopcalc.hardware.routing import EVEN, Routing
 from flopcalc.prediction.timeline import Stack
 
 # How tensor parallelism cuts a product: by its outputs, by its inputs, by its experts, or not at all.
@@ -32,6 +33,7 @@ class Product(NamedTuple):
     kv_heads: int = 0
     format: str = ""  # what it is computed in, where that is not the step's own
     slower: float = 1.0  # times longer than a plain product of its sizes, in fused kernels
+    routing: Routing = EVEN  # how many rows each expert gets
 
     @property
     def flops(self) -> float:

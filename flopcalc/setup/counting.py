@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # What a trace cannot answer; convention full is what it counts.
 _UNTRACED = (
     "attention_kernel", "spec", "image", "video", "video_grid", "max_pixels", "lengths", "decoder_seq", "audio",
-    "clipping", "weights", "kv_cache", "autocast", "head", "mtp",
+    "clipping", "weights", "kv_cache", "autocast", "head", "mtp", "routing",
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def bind_setup(
         chosen.model, recipe=setup.recipe, convention=convention or setup.convention,
         attention_kernel=setup.attention_kernel, device=choose_device(setup, notes, convention), formats=setup.formats,
         spec=chosen.spec, download=chosen.download, clipping=setup.clipping, model_type=chosen.model_type,
-        head=chosen.head, mtp=chosen.mtp,
+        head=chosen.head, mtp=chosen.mtp, routing=setup.get("routing"),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ GROUPS: dict[Group, str] = {
 # How a value is read: see setup/values.py.
 Kind = Literal[
     "text", "path", "word", "flag", "size", "count", "sizes", "number", "share", "tokens", "peak", "grids", "images", "videos",
-    "seconds", "patterns", "lora", "mtp", "logits", "parts", "guidance", "global_batch", "degrees", "recomputes", "value",
+    "seconds", "patterns", "lora", "mtp", "logits", "parts", "guidance", "global_batch", "degrees", "recomputes", "routing", "value",
 ]  # fmt: skip
 
 
@@ -146,6 +146,7 @@ class SetupKeywords(TypedDict, total=False):
     attention_kernel: Annotated[Kernel, Field("auto: the kernel that PyTorch's SDPA picks on the device; flash if no device is given.", "hardware", _ALL, "word", words=KERNELS, default="auto")]
     execution: Annotated[Execution, Field("How the step runs: eager (HF's code), compiled (torch.compile), graphs (compiled, as CUDA graphs), fused (kernels of a training framework). Default: predict eager, plan fused.", "hardware", "PL", "word", words=EXECUTIONS)]
     compiled: Annotated[bool, Field("The same as execution compiled.", "hardware", "P", "flag")]
+    routing: Annotated[str | os.PathLike[str] | Sequence[int] | Sequence[Sequence[int]], Field("How routers deal tokens out to experts: even, spread:S (standard deviation over the mean, 0 to 1), rows per expert as N,N,…, or a JSON file of rows.", "hardware", _ALL, "routing", "even|spread:S|N,N,…|FILE", default="even")]
     optimizer: Annotated[Optimizer, Field("adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none. Default: predict adamw, plan adamw-master.", "hardware", "PL", "word", "adamw|adamw-8bit|…", words=OPTIMIZERS)]
     host_factor: Annotated[Number, Field("Your CPU's slowdown relative to the calibrated host.", "hardware", "P", "number", "F", default="1")]
     transformers: Annotated[str, Field("Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.", "hardware", "P", metavar="VERSION")]

@@ -22,6 +22,7 @@ from flopcalc.base.units import (
 )
 from flopcalc.base.vocabulary import check_flag, check_word
 from flopcalc.core.workload.workload import Grid, read_grids
+from flopcalc.hardware.routing import Routing, parse_routing
 from flopcalc.setup.fields import Field
 
 _SIZE = re.compile(r"-?\d+[xX]-?\d+")
@@ -181,11 +182,15 @@ def _read_recomputes(name: str, field: Field, value: Any) -> Any:  # noqa: ARG00
     return value
 
 
+def _read_routing(name: str, field: Field, value: Any) -> Routing:  # noqa: ARG001
+    return parse_routing(value)
+
+
 _READERS: dict[str, Callable[[str, Field, Any], Any]] = {
     "text": _read_text, "path": _read_path, "word": _read_word, "flag": _read_flag, "size": _read_size,
     "count": _read_size, "sizes": _read_sizes, "number": _read_number, "share": _read_as_given, "tokens": _read_tokens,
     "peak": _read_peak, "grids": _read_grids, "images": _read_images, "videos": _read_videos, "seconds": _read_seconds,
     "patterns": _read_as_given, "lora": _read_as_given, "mtp": _read_mtp, "logits": _read_logits,
     "parts": _read_as_given, "guidance": _read_as_given, "global_batch": _read_global_batch, "degrees": _read_degrees,
-    "recomputes": _read_recomputes, "value": _read_as_given,
+    "recomputes": _read_recomputes, "routing": _read_routing, "value": _read_as_given,
 }  # fmt: skip

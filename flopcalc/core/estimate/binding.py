@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flopcalc.base.errors import ConfigError, RecipeError, SpecError, format_value
+from flopcalc.base.errors import ConfigError, RecipeError, SpecError, WorkloadError, format_value
 from flopcalc.base.files import read_path
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import KERNELS, Clipping, Convention, Kernel, check_flag, check_word
@@ -20,6 +20,7 @@ from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.spec import Spec, read_spec
 from flopcalc.hardware.devices import find_device, parse_dtype
+from flopcalc.hardware.routing import Routing
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.pipeline import PipelineEstimator
@@ -40,6 +41,7 @@ def bind_config(
     model_type: str | None = None,
     head: str | None = None,
     mtp: int | bool | None = None,
+    routing: Routing | None = None,
 ) -> CountedEstimator | PipelineEstimator:
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
     compute = dtype if formats.compute is None else formats.compute
@@ -78,6 +80,8 @@ def bind_config(
 
         if spec is not None:
             raise SpecError(f"a diffusion pipeline takes no {spell('spec')}: give its denoiser's config with one")
+        if routing is not None:
+            raise WorkloadError(f"a diffusion pipeline has no experts: leave {spell('routing')} out")
 
         def make(model: BoundModel, is_part: bool) -> CountedEstimator:
             trained = FROZEN if is_part else recipe
@@ -85,7 +89,9 @@ def bind_config(
 
         return bind_pipeline(source, make)
     bound = bind_model(source, specs)
-    estimator = CountedEstimator(bound, recipe, convention, attention_kernel, found, clipping, asked=asked)
+    estimator = CountedEstimator(
+        bound, recipe, convention, attention_kernel, found, clipping, asked=asked, routing=routing
+    )
     if specs and bound.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
             f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"

@@ -12,12 +12,13 @@ from flopcalc.base.vocabulary import Phase
 from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.live import unwrap
-from flopcalc.core.model.ops import Attend, Chain, Param, Weighted, iterate, join
+from flopcalc.core.model.ops import Attend, Chain, Param, Weighted, iterate, join, list_routed
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.recipe import Recipe, check_clipping
 from flopcalc.core.recipe.resolver import Resolver, check_clipped
 from flopcalc.core.workload.sums import Pairs
 from flopcalc.core.workload.workload import Workload
+from flopcalc.hardware.routing import Routing
 
 
 def check_workload(model: BoundModel, load: Workload) -> Workload:
@@ -190,6 +191,22 @@ def _check_audio(model: BoundModel, load: Workload) -> None:
             f"{tokens} audio tokens do not fit in {load.tokens} tokens: {spell('seq')} counts them in "
             f"({spell('text')} adds them)"
         )
+
+
+def check_routing(model: BoundModel, routing: Routing) -> None:
+    """A routing belongs to models with experts; rows are those of its layers and of each layer's experts."""
+    routed = list_routed(model.stages)
+    if not routed:
+        raise WorkloadError(f"{model.name} has no experts: leave {spell('routing')} out")
+    if len(routing.rows) not in (0, 1, len(routed)):
+        raise WorkloadError(
+            f"{spell('routing')} has rows for {len(routing.rows)} layers; {model.name} has {len(routed)} with experts: "
+            "give one list for each of these, or one for all"
+        )
+    rows = routing.rows if len(routing.rows) != 1 else routing.rows * len(routed)
+    for (path, layer), experts, own in zip(routed, routed.values(), rows, strict=False):
+        if len(own) != experts:
+            raise WorkloadError(f"{spell('routing')} has rows for {len(own)} experts; {path}.{layer} has {experts}")
 
 
 def find_clipping(spec_name: str) -> str:

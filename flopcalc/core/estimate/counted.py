@@ -27,7 +27,13 @@ from flopcalc.base.vocabulary import (
 from flopcalc.core.count.count import Mode, count
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import Block, CountedRow, Weights, sum_formats, sum_products
-from flopcalc.core.estimate.checks import check_clipping_recipe, check_live, check_workload, find_clipping
+from flopcalc.core.estimate.checks import (
+    check_clipping_recipe,
+    check_live,
+    check_routing,
+    check_workload,
+    find_clipping,
+)
 from flopcalc.core.estimate.estimate import Estimate, Term
 from flopcalc.core.estimate.estimator import Estimator, Identity
 from flopcalc.core.estimate.notes import describe_formats, describe_kernels, describe_work
@@ -42,9 +48,9 @@ from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload, check_load
 from flopcalc.hardware.devices import Device, find_sdpa
+from flopcalc.hardware.routing import Routing
 
 if TYPE_CHECKING:
-    from flopcalc.core.estimate.routing import RandomModel
     from flopcalc.hardware.kernels import KernelTable, TileTable
 
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
@@ -78,6 +84,7 @@ class CountedEstimator(Estimator):
         clipping: Clipping | None = None,
         formats: Formats | None = None,
         asked: FormatOptions = FormatOptions(),  # noqa: B008
+        routing: Routing | None = None,
     ) -> None:
         check_word(convention, CONVENTIONS, "convention")
         check_word(attention_kernel, KERNELS, "attention kernel")
@@ -90,6 +97,9 @@ class CountedEstimator(Estimator):
         self.head, self.renamed = str(model.head), model.renamed
         self.convention = convention
         self.device = device  # what was measured on it tells what kernels and products execute
+        self.asked_routing = routing
+        if routing is not None:
+            check_routing(model, routing)
         self.recipe = _join_recipe(model, recipe, clipping)
         if self.is_diffusion and self.recipe.recompute == "full-reentrant":
             raise RecipeError(f"diffusers' gradient checkpointing is not reentrant: {spell('recompute', 'full')}")
@@ -101,7 +111,7 @@ class CountedEstimator(Estimator):
         self.kernel_table, self.tile_table = self._find_tables()
         self.identity = Identity(
             model.name, self.recipe, convention, self.attention_kernel, self.formats, device.id if device else None,
-            self.stages,
+            self.stages, routing,
         )  # fmt: skip
         self._clips = self.recipe.clipping != "none"
         self._is_functorch = self._clips and find_clipping(self.spec.name) == "functorch"
@@ -130,6 +140,7 @@ class CountedEstimator(Estimator):
             self.asked_kernel if attention_kernel is None else attention_kernel,
             self.device if device is None else device,
             formats=self.formats if compute is None else self.formats.with_compute(compute),
+            routing=self.asked_routing,
         )
 
     def estimate_batch(
@@ -270,6 +281,7 @@ class CountedEstimator(Estimator):
             model = bind_model(source, self.model.extra)
             whole = CountedEstimator(
                 model, self.recipe, self.convention, self.attention_kernel, self.device, formats=self.formats,
+                routing=None if self.asked_routing is None or self.asked_routing.rows else self.asked_routing,
             )  # fmt: skip
         except FlopcalcError as error:
             return [f"{layers} left out, as HF's model has it, and not described: {error}"]
@@ -295,7 +307,7 @@ class CountedEstimator(Estimator):
                 continue
             plain = CountedEstimator(
                 replace(self.model, stages=stages), self.recipe, "hardware", self.attention_kernel, self.device,
-                formats=self.formats,
+                formats=self.formats, routing=self.asked_routing,
             )  # fmt: skip
             extra = self.count(load, "hardware").total - plain.count(load, "hardware").total
             if extra:
@@ -315,17 +327,8 @@ class CountedEstimator(Estimator):
             return []
         return list_padding(
             coefficients.blocks, load, counting, self.kernel_table, self.tile_table, self.recipe.clipping,
-            self._routed,
+            self.find_routing,
         )  # fmt: skip
-
-    @cached_property
-    def _routed(self) -> RandomModel | None:
-        """Its routers at random weights, where their types are known."""
-        if self.tile_table is None:
-            return None
-        from flopcalc.core.estimate.routing import describe  # imported lazily: few estimates count what kernels execute
-
-        return describe(self.source.config, self.stages)
 
     def _choose(self, load: Workload, convention: Convention) -> tuple[Coefficients, Counting]:
         """The coefficients for a workload, and how its sums are to be counted."""

@@ -11,15 +11,16 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import Convention, Kernel, Phase, PickedKernel, PipelinePhase, Recompute
 from flopcalc.core.count.flops import Flops
-from flopcalc.core.count.products import CountedRow, Weights
+from flopcalc.core.count.products import Block, CountedRow, Weights
 from flopcalc.core.model.config import Source
-from flopcalc.core.model.ops import Stage
+from flopcalc.core.model.ops import Stage, list_routed
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.workload import Grid, Media, Workload, make_workload
 from flopcalc.hardware.devices import Device
+from flopcalc.hardware.routing import EVEN, Routing
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.estimate import Estimate
@@ -55,9 +56,10 @@ class Identity(NamedTuple):
     formats: Formats
     device: str | None = None
     stages: tuple[Stage, ...] = ()
+    routing: Routing | None = None
 
     def __hash__(self) -> int:
-        return hash(self[:-1])  # to hash every op of the stages costs more than to count them
+        return hash(self[:-2])  # to hash every op of the stages costs more than to count them
 
 
 @runtime_checkable
@@ -81,6 +83,7 @@ class Estimator(Protocol):
     attention_kernel: PickedKernel
     formats: Formats
     identity: Identity
+    asked_routing: Routing | None = None
 
     def __call__(
         self,
@@ -157,6 +160,20 @@ class Estimator(Protocol):
     def is_diffusion(self) -> bool:
         """Whether it is a diffusion model's denoiser, or another part of its pipeline."""
         return False
+
+    @property
+    def routing(self) -> Routing | None:
+        """How its routers deal rows out to experts; None for a model without experts."""
+        return (self.asked_routing or EVEN) if list_routed(self.stages) else None
+
+    def find_routing(self, block: Block) -> Routing:
+        """The same for a block's layers."""
+        routing = self.asked_routing or EVEN
+        if len(routing.rows) < 2 or block.layers is None:
+            return routing
+        places = enumerate(list_routed(self.stages))
+        own = [i for i, (path, layer) in places if path == block.path and layer in block.layers]
+        return routing.take(own) if own else EVEN
 
     def count_tokens(self, load: Workload) -> int:
         """Real tokens of a workload."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from flopcalc.base.vocabulary import Clipping, Counting
@@ -13,9 +12,9 @@ from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row
 from flopcalc.core.model.ops import Attend, Conv, Linear
 from flopcalc.core.workload.sums import Once, Pairs
 from flopcalc.core.workload.workload import Workload
+from flopcalc.hardware.routing import EVEN, Routing
 
 if TYPE_CHECKING:
-    from flopcalc.core.estimate.routing import RandomModel
     from flopcalc.hardware.kernels import KernelTable, TileTable
 
 
@@ -26,7 +25,7 @@ def list_padding(
     kernels: KernelTable | None,
     tiles: TileTable | None,
     clipping: Clipping,
-    routed: RandomModel | None = None,
+    find_routing: Callable[[Block], Routing],
 ) -> list[CountedRow]:
     """Padding of a fused kernel's calls, of plain products and of experts, from a device's tables or by their model."""
     found: list[CountedRow] = []
@@ -35,7 +34,7 @@ def list_padding(
     if kernels is not None and load.phase != "decode" and load.layout == "unpadded":
         found += _list_ragged(kernels, blocks, load, counting, twice)
     if tiles is not None:
-        found += _list_tiles(tiles, blocks, load, counting, twice, routed)
+        found += _list_tiles(tiles, blocks, load, counting, twice, find_routing)
     return found
 
 
@@ -48,7 +47,7 @@ def _list_tiles(
     load: Workload,
     counting: Counting,
     twice: bool,
-    routed: RandomModel | None,
+    find_routing: Callable[[Block], Routing],
 ) -> Iterator[CountedRow]:
     for block in blocks:
         for row in block.rows:
@@ -65,8 +64,8 @@ def _list_tiles(
             value = base.rows.count(load, counting) if base is not None else 0
             is_measured = base is not None and base.format in _MEASURED
             rows = value * op.times
-            steps = _find_steps(routed, block, load, op, rows // op.active) if is_grouped else None
-            excess = tiles.expect(rows, op.n_out, op.n_in, op.copies, steps) if value and is_measured else None
+            routing = find_routing(block) if op.active < op.copies else EVEN
+            excess = tiles.expect(rows, op.n_out, op.n_in, op.copies, routing) if value and is_measured else None
             if base is None or excess is None:
                 continue
             passes = base.passes
@@ -74,20 +73,6 @@ def _list_tiles(
             forward = excess.get("forward", 0)
             if forward or back:
                 yield _make_row(block, op, base, forward, back, twice, 1)
-
-
-def _find_steps(
-    routed: RandomModel | None, block: Block, load: Workload, op: Linear, tokens: int
-) -> Callable[[int], float] | None:
-    """Steps of a size that an expert of a block takes on average, over its layers; None where no rule is known."""
-    if op.active == op.copies:  # every expert gets every token
-        return lambda size: -(-tokens // size)
-    is_known = load.phase != "decode" and load.decoder is None
-    if routed is None or not is_known or block.path != routed.path or block.layers is None:
-        return None
-    from flopcalc.core.estimate.routing import count_steps  # imported lazily, as the model was
-
-    return partial(count_steps, routed, block.layers, load.documents or (load.seq,) * load.rows, tokens)
 
 
 def _list_ragged(

@@ -340,6 +340,23 @@ def iterate(chain: Chain) -> Iterable[Op]:
                 yield from iterate(branch)
 
 
+def list_routed(stages: Iterable[Stage]) -> dict[tuple[str, int], int]:
+    """(path of a stage, number of a layer) -> its experts, for each layer with a router, in order."""
+    found: dict[tuple[str, int], int] = {}
+    for stage in stages:
+        experts = {id(chain): _count_experts(list(iterate(chain))) for chain in stage.kinds}
+        for i, chain in enumerate(stage.layers):
+            if experts[id(chain)] > 1:
+                found[stage.path, stage.first + i] = experts[id(chain)]
+    return found
+
+
+def _count_experts(ops: list[Op]) -> int:
+    if not any(op.part == "router" for op in ops):
+        return 1
+    return max((op.copies for op in ops if isinstance(op, Linear) and op.active < op.copies), default=1)
+
+
 def join(path: str, name: str) -> str:
     """The path of a module inside another; a name that starts with / is a whole path."""
     if name.startswith("/"):

@@ -12,7 +12,8 @@ from flopcalc.base.errors import DeviceError, SpecError
 from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
-from flopcalc.hardware.tiles import count_steps, pad
+from flopcalc.hardware.routing import EVEN, Routing
+from flopcalc.hardware.tiles import pad
 from flopcalc.prediction.kernels.constants import Constants, load_predictor
 from flopcalc.prediction.operator_kinds import find_size, name_shape
 from flopcalc.prediction.work import Attention, MemoryCall, Product
@@ -101,8 +102,10 @@ class GroupShape(NamedTuple):
         return self._replace(rate=self.rate * compute, bandwidth=self.bandwidth * memory, turn=self.turn / compute)
 
 
-def time_grouped(shape: GroupShape, units: float, direction: str, copies: int, m: int, n: int, k: int) -> float:
-    """Products of `copies` experts in one call, m rows in all, dealt out as a router deals that prefers none.
+def time_grouped(
+    shape: GroupShape, units: float, direction: str, copies: int, m: int, n: int, k: int, routing: Routing = EVEN
+) -> float:
+    """Products of `copies` experts in one call, m rows in all, as a router deals them out.
 
     torch's kernel has two tiles, always in pairs: 128 x 256; with up to 128 rows an expert, 64 x 128.
     """
@@ -119,22 +122,25 @@ def time_grouped(shape: GroupShape, units: float, direction: str, copies: int, m
         computed = compute(k, 256, 1.0, mean + 32, -(-n // 256))  # rows in steps of 64, of which half of one is empty
     else:
         columns, depth = (k, n) if direction == "dgrad" else (n, k)
-        moved = 2.0 * (m * n + m * k + copies * -math.expm1(-mean) * n * k)  # of experts that got a row
-        computed = compute(columns, 256, 1.0, depth, count_steps(mean, 256))
+        moved = 2.0 * (m * n + m * k + routing.count_busy(copies, m) * n * k)
+        computed = compute(columns, 256, 1.0, depth, routing.count_steps(copies, m, 256) / copies)
         if mean <= 128:  # never longer than the larger tile would take
-            computed = min(computed, compute(columns, 128, shape.small, depth, count_steps(mean, 128)))
+            steps = routing.count_steps(copies, m, 128) / copies
+            computed = min(computed, compute(columns, 128, shape.small, depth, steps))
     return shape.start + max(computed, moved / shape.bandwidth)
 
 
 def time_experts(
-    shape: ProductShape, bandwidth: float, weight_bytes: float, direction: str, copies: int, m: int, n: int, k: int
+    shape: ProductShape, bandwidth: float, weight_bytes: float, direction: str, copies: int, m: int, n: int, k: int,
+    routing: Routing = EVEN,
 ) -> tuple[float, float]:  # fmt: skip
     """Products of `copies` experts, m rows in all: seconds of their tiles, and of their weights' bytes."""
     rows = max(1, round(m / copies))
     sizes = {"forward": (rows, n, k), "dgrad": (rows, k, n), "wgrad": (n, k, rows)}[direction]
     computed = math.inf
     for high, wide in TILES:  # calls of several streams fill each other's waves
-        tiles = copies * -(-sizes[0] // high) * -(-sizes[1] // wide)
+        high_tiles = copies * -(-n // high) if direction == "wgrad" else routing.count_steps(copies, max(copies, m), high)
+        tiles = high_tiles * -(-sizes[1] // wide)
         each = high * wide * 2 * (sizes[2] + shape.lead) / shape.find_share(high * wide)
         computed = min(computed, max(1.0, tiles / shape.units) * each * shape.units / shape.rate)
     moved = (GRADIENT_BYTES if direction == "wgrad" else weight_bytes) * copies * n * k
@@ -347,7 +353,9 @@ class Machine:
             error = self._find_error("product") * (2 if self.is_measured else 1)
             # Far below what the device computes or moves: as slow on every device.
             return KernelTime(start + per_flop * product.flops / product.calls, error, self.is_measured)
-        return self.find_product(product.direction, product.m, product.n, product.k, product.copies)
+        return self.find_product(
+            product.direction, product.m, product.n, product.k, product.copies, product.routing
+        )
 
     def _time_narrow(self, product: Product) -> KernelTime | None:
         """An adapter's product in another format, by its form or by its bytes; None where no such was measured."""
@@ -373,20 +381,21 @@ class Machine:
             return self.plain.time_experts(product, kept)
         sizes = (product.direction, product.copies, product.m, product.n, product.k)
         width = CAST_BYTES.get(self.dtype, self.width)
-        computed, moved = time_experts(self.shape, self.bandwidth, width, *sizes)
+        computed, moved = time_experts(self.shape, self.bandwidth, width, *sizes, product.routing)
         seconds = max(computed / kept + moved, EXPERT_CALL_S * product.copies)
         return KernelTime(seconds, 2 * self._find_error("product"), self.is_measured)
 
-    def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> KernelTime:
+    def _find_product(
+        self, direction: str, m: int, n: int, k: int, copies: int, routing: Routing = EVEN
+    ) -> KernelTime:
         error = self._find_error("product")
         if not min(m, n, k):
             return KernelTime(0.0, error, self.is_measured)
         if copies > 1:
             group = GroupShape(*self.constants["products"]["grouped"][direction])
             group = group.scale(self.compute, self.memory * 2 / self.width)
-            return KernelTime(
-                time_grouped(group, self.shape.units, direction, copies, m, n, k), 2 * error, self.is_measured
-            )
+            seconds = time_grouped(group, self.shape.units, direction, copies, m, n, k, routing)
+            return KernelTime(seconds, 2 * error, self.is_measured)
         seconds = time_shape(self.shape, direction, m, n, k)
         step = find_step(n, k)
         if step < 8:

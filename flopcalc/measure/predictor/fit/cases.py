@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.hardware.routing import Routing
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import Clock
 from flopcalc.prediction.kernels.constants import CompiledConstants, Constants, HostConstants
@@ -17,6 +18,7 @@ from flopcalc.prediction.moe_versions import RECORDED
 from flopcalc.prediction.work import Work
 
 Json = dict[str, Any]
+RANDOM = Routing(0.4)  # about what routers with HF's random weights do, in what was measured
 
 
 class ModelledCase(NamedTuple):
@@ -43,10 +45,12 @@ def model_cases(
 
 
 def bind_case(case: Json, config: Json, device: str) -> Estimator:
-    return bind_config(
-        config, recipe={"recompute": case["recompute"]}, convention="hardware", device=device,
-        attention_kernel=_find_kernel(case) or "auto",
-    )  # fmt: skip
+    given: Json = {
+        "recipe": {"recompute": case["recompute"]}, "convention": "hardware", "device": device,
+        "attention_kernel": _find_kernel(case) or "auto",
+    }  # fmt: skip
+    estimator = bind_config(config, **given)
+    return estimator if estimator.routing is None else bind_config(config, **given, routing=RANDOM)
 
 
 def model_case(case: Json, estimator: Estimator, transformers: str = RECORDED) -> ModelledCase:

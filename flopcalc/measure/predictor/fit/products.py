@@ -11,7 +11,7 @@ import numpy as np
 
 from flopcalc.base.errors import CalibrationError
 from flopcalc.hardware.tiles import DIRECTIONS
-from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
+from flopcalc.measure.predictor.fit.cases import RANDOM, Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,
     GROUPED_PULL,
@@ -180,7 +180,8 @@ def _fit_group(points: Sequence[GroupedPoint], start: GroupShape, units: float) 
     def list_errors(constants: Sequence[float]) -> list[float]:
         shape = GroupShape(*constants)
         predicted = [
-            time_grouped(shape, units, point.direction, point.experts, point.m, point.n, point.k) for point in points
+            time_grouped(shape, units, point.direction, point.experts, point.m, point.n, point.k, RANDOM)
+            for point in points
         ]
         return [math.log(seconds / point.seconds) for seconds, point in zip(predicted, points, strict=True)]
 
