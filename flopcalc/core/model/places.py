@@ -69,7 +69,9 @@ def _mark_projections(before: _Items) -> None:
         elif isinstance(item, Op):
             before[i] = _say(item, "fused")
         else:
-            before[i] = tuple(_mark_branch(branch, "keys" if number else "column") for number, branch in enumerate(item))
+            before[i] = tuple(
+                _mark_branch(branch, "keys" if number else "column") for number, branch in enumerate(item)
+            )
 
 
 def _mark_branch(branch: Chain, word: Split) -> Chain:

@@ -6,8 +6,8 @@ from collections import Counter
 
 from flopcalc.core.model.ops import Attend, Stage, iterate
 from flopcalc.core.recipe.numbers import count_cache_bytes
+from flopcalc.prediction.memory.tensors import FLOAT, Placed, Step, find_reach, find_width, first_ops
 from flopcalc.prediction.operators import Operator, Operators
-from flopcalc.prediction.tensors import FLOAT, Placed, Step, find_reach, find_width, first_ops
 
 _TOWERS = ("vision", "audio", "projector")  # groups that run before the language model
 
@@ -36,7 +36,11 @@ class Serving(Step):
                     # whose input is the residual, the text's embeddings and the input.
                     is_tower = stage.group in _TOWERS
                     held += self.find_stream(placed, stage) * (2 if is_tower else 3)
-                    held += max(self._list_working(placed, self.find_stream(placed, stage), written_out, gathers, casts, mask, is_tower))
+                    held += max(
+                        self._list_working(
+                            placed, self.find_stream(placed, stage), written_out, gathers, casts, mask, is_tower
+                        )
+                    )
                     if is_tower:
                         tower = max(tower, held)
                     else:

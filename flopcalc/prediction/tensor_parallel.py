@@ -11,7 +11,7 @@ from flopcalc.core.model.ops import Attend, Chain, Linear, Op, Stage, iterate
 from flopcalc.prediction.work import Side
 
 
-class Sided(NamedTuple):
+class TensorSplit(NamedTuple):
     """The side that tensor parallelism cuts a linear layer along, and its columns of keys and values."""
 
     side: Side = "whole"
@@ -28,25 +28,25 @@ def count_chains(stage: Stage) -> Counter[Chain]:
     return found
 
 
-def find_sides(ops: Sequence[Op]) -> dict[Op, Sided]:
+def find_sides(ops: Sequence[Op]) -> dict[Op, TensorSplit]:
     """Of every linear layer of a block, how tensor parallelism cuts it, as its spec says."""
-    found: dict[Op, Sided] = {}
+    found: dict[Op, TensorSplit] = {}
     core: Attend | None = None  # the attention that an op leads to
     for op in reversed(ops):
         if isinstance(op, Attend):
             core = op
         elif isinstance(op, Linear):
-            found[op] = Sided("expert") if op.copies > 1 else _find_side(op, core)
+            found[op] = TensorSplit("expert") if op.copies > 1 else _find_side(op, core)
     return dict(reversed(found.items()))
 
 
-def _find_side(op: Linear, core: Attend | None) -> Sided:
+def _find_side(op: Linear, core: Attend | None) -> TensorSplit:
     if op.split in ("row", "whole"):
-        return Sided(op.split)
+        return TensorSplit(op.split)
     if op.split is None or op.split == "column" or core is None or core.kv_heads == core.heads:
-        return Sided("column")
+        return TensorSplit("column")
     kv = op.n_out if op.split == "keys" else core.kv_heads * (core.qk + core.v)
-    return Sided("column", kv, core.kv_heads)
+    return TensorSplit("column", kv, core.kv_heads)
 
 
 def list_wide(estimator: Estimator) -> set[str]:
