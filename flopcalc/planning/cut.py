@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import LayoutRecompute
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate
+from flopcalc.core.model.ops import Attend, Chain, Linear, Op, Stage, iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.layout import Layout, Outline, split_layers
 from flopcalc.prediction.memory.peak import Shards, Tensors
 from flopcalc.prediction.memory.tensors import LIFTED, Part, SplitBytes, list_kinds
-from flopcalc.prediction.tensor_parallel import count_chains, find_sides, find_widths
+from flopcalc.prediction.tensor_parallel import count_chains
 from flopcalc.prediction.timeline import Stack, find_place
 from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Work
 
@@ -28,17 +28,12 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
     ops = [op for chain in dict.fromkeys(layers) for op in iterate(chain)]
     cores = [op for op in ops if isinstance(op, Attend)]
     keys = [op.kv_heads * (op.qk + op.v) for chain in layers for op in iterate(chain) if isinstance(op, Attend)]
-    widths = find_widths(estimator)
-    exits = [
-        many * _count_exits(chain, widths[stage.path])
-        for stage in stages
-        for chain, many in count_chains(stage).items()
-    ]
+    exits = [many * _count_exits(chain) for stage in stages for chain, many in count_chains(stage).items()]
     kinds = list_kinds(estimator)
     routed = {kinds[place] for place, chain in enumerate(layers) if any(op.copies > 1 for op in iterate(chain))}
     return Outline(
         layers=len(layers),
-        hidden=widths[stages[-1].path],
+        hidden=stages[-1].width,
         tokens=load.tokens,
         heads=max((op.heads for op in cores), default=1),
         experts=max((op.copies for op in ops if op.kind in ("linear", "conv")), default=1),
@@ -66,18 +61,18 @@ def _has_head(stage: Stage) -> bool:
     return any(op.part == "lm_head" and op.kind == "linear" for chain in count_chains(stage) for op in iterate(chain))
 
 
-def _count_exits(chain: Chain, hidden: int) -> float:
+def _count_exits(chain: Chain) -> float:
     """Tensors of a layer that tensor parallelism sums up: one for attention and MLP that stand side by side."""
-    sides = find_sides(list(iterate(chain)), hidden)
-    rows = sum(sided.side == "row" for sided in sides.values())
+    rows = sum(_is_row(op) for op in iterate(chain))
     branches = [item for item in chain if not isinstance(item, Op)]
-    leaving = [sum(any(_leaves(op, hidden) for op in iterate(branch)) for branch in item) for item in branches]
+    leaving = [
+        sum(any(op.kind == "attend" or _is_row(op) for op in iterate(branch)) for branch in item) for item in branches
+    ]
     return rows - sum(max(0, many - 1) for many in leaving)
 
 
-def _leaves(op: Op, hidden: int) -> bool:
-    """Whether a branch with this op ends in a sum over tp: attention, or a product back to the residual's width."""
-    return op.kind == "attend" or (op.kind == "linear" and op.copies == 1 and op.n_out == hidden != op.n_in)
+def _is_row(op: Op) -> bool:
+    return isinstance(op, Linear) and op.split == "row" and op.copies == 1
 
 
 # --- what a device does -----------------------------------------------------------------------------------------------

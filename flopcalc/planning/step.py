@@ -161,7 +161,7 @@ class Runner:
     @cached_property
     def has_shared(self) -> bool:
         """Whether the model has shared experts."""
-        return self.model.experts > 1 and any("shared" in each.module for each in self.work(1, "none").products)
+        return self.model.experts > 1 and any(each.is_shared for each in self.work(1, "none").products)
 
     def list_recompute(self) -> tuple[str, ...]:
         """Kinds of recomputation worth a try."""
@@ -457,16 +457,16 @@ class Runner:
     def _time_shared(self, layer: DeviceTime) -> float:
         """Seconds of one layer's shared experts, of a micro-batch and all passes."""
         layers = sum(self.many[kind] for kind in self.model.routed)
-        own = [piece.seconds for piece in layer.clock.pieces if "shared" in piece.module and piece.kind == "products"]
+        shared = {each.module for each in self.work(1, "none").products if each.is_shared}
+        own = [piece.seconds for piece in layer.clock.pieces if piece.module in shared and piece.kind == "products"]
         return sum(own) / layers
 
     def _count_routed(self, micro_batch: int) -> float:
         """Numbers that one layer hands to its experts, one way."""
         products = self.work(micro_batch, "none").products
         ahead = [each for each in products if each.side == "expert" and each.direction == "forward"]
-        width = ahead[0].k  # what an expert gives back is as wide as what it takes
         layers = sum(self.many[kind] for kind in self.model.routed)
-        return sum(each.m * each.n * each.calls for each in ahead if each.n == width) / layers
+        return sum(each.m * each.n * each.calls for each in ahead if each.is_last) / layers
 
     def _time_shards(self, layout: Layout) -> tuple[float, float, float]:
         """Seconds to gather one layer's weights and to reduce its gradients to their owners, and the share of both that

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate, join
+from flopcalc.core.model.ops import Attend, Chain, Norm, Op, Pointwise, Stage, iterate, join
 from flopcalc.core.workload.sums import Pairs
 
 
@@ -109,12 +109,10 @@ def borrow_layer(
             own = {f"{source}.n_in": op.n_in, f"{source}.n_out": op.n_out}
             found.append(Borrowed(source, name, {**sizes, **own}, rows))
             linears.append(op)
-        elif op.kind == "norm":
-            # A norm of heads runs over all that the layer before it put out.
-            is_inner = op.size < width // 2 and bool(linears)
-            own = {f"{roles.norm}.size": linears[-1].n_out if is_inner else op.size}
+        elif isinstance(op, Norm):
+            own = {f"{roles.norm}.size": op.over or op.size}
             found.append(Borrowed(roles.norm, name, {**sizes, **own}, rows))
-            if not is_inner:
+            if not op.over:
                 linears, is_behind = [], False
         elif isinstance(op, Attend):
             own = _size_attention(roles, op, width, has_cache)
@@ -124,7 +122,7 @@ def borrow_layer(
             if after is not None and rows:
                 found.append(Borrowed(roles.attend, name, {**sizes, **own}, count_rows(after), window))
             linears, is_behind = [], False
-        elif op.kind == "pointwise" and linears and not is_behind:
+        elif isinstance(op, Pointwise) and linears and not is_behind:
             found += _borrow_function(roles, op, linears, ops[i:], sizes, count_rows)
             linears, is_behind = [], True
     first = next((op for op in ops if op.kind in ("norm", "linear", "conv")), None)
@@ -141,7 +139,7 @@ def _find_linear(roles: _Roles, op: Op, left: Sequence[Op], before: int, is_behi
 
 
 def _borrow_function(
-    roles: _Roles, op: Op, linears: Sequence[Op], left: Sequence[Op], sizes: Mapping[str, int],
+    roles: _Roles, op: Pointwise, linears: Sequence[Op], left: Sequence[Op], sizes: Mapping[str, int],
     count_rows: Callable[[Op], int],
 ) -> list[Borrowed]:  # fmt: skip
     """An activation function, and the product with a gate where there is one."""
@@ -151,8 +149,7 @@ def _borrow_function(
     own = {**sizes, **{f"{name}.n_out": wide for name in roles.inner}, f"{roles.outer}.n_in": wide}
     name = op.name.replace("*", "#")
     found = [Borrowed(roles.function, name, own, rows)]
-    is_gated = sum(each.n_out for each in linears[-2:]) == 2 * wide or linears[-1].n_out == 2 * wide
-    if is_gated and len(roles.inner) > 1:
+    if op.gate in ("pair", "fused") and len(roles.inner) > 1:
         found.append(Borrowed(roles.mlp, name.rpartition(".")[0], own, rows))
     return found
 
@@ -190,7 +187,6 @@ class Outside(NamedTuple):
     signature: str  # of what the stand-in has outside of its layers
     layers: Mapping[str, str]  # path of its layers -> their signature
     stages: Sequence[Stage]
-    widths: Mapping[str, int]  # stage path -> width of its residual stream
 
     def list_sources(self) -> list[tuple[str, str]]:
         """Kind and path of the stand-in's ops outside of its layers."""
@@ -220,7 +216,7 @@ class Outside(NamedTuple):
             layers = [stage for stage in self.stages if stage.repeated and stage.layers and stage.group == group]
             if path not in self.layers:
                 continue
-            width, ops = (self.widths[layers[0].path], list(iterate(layers[0].layers[0]))) if layers else (0, [])
+            width, ops = (layers[0].width, list(iterate(layers[0].layers[0]))) if layers else (0, [])
             own = _size_layer(_find_roles(self.layers[path]), ops, width)
             sizes |= {f"/{path}:{name}": size for name, size in own.items()} | {"width": width}
         return sizes

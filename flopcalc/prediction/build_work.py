@@ -18,7 +18,7 @@ from flopcalc.prediction.fused_kernels import list_fused
 from flopcalc.prediction.moe_versions import USUAL
 from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.rows import find_owed, name_module
-from flopcalc.prediction.tensor_parallel import TensorSplit, find_sides, find_widths, list_wide
+from flopcalc.prediction.tensor_parallel import TensorSplit, list_wide
 from flopcalc.prediction.timeline import Stack
 from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Width, Work
 
@@ -72,8 +72,7 @@ def make_work(
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
     own = estimator.formats.attention
     maker = _Maker(load, kernel, masked, found.has_dropout, is_fused, own, estimator)
-    widths = find_widths(estimator)
-    sides = {block: find_sides([row.op for row in block.rows], widths[block.path]) for block, _, _ in rows}
+    sides = {block: find_sides([row.op for row in block.rows]) for block, _, _ in rows}
     for counted in rows:
         block, row, values = counted
         if row.find("padding") is not None or not any(values):
@@ -87,10 +86,10 @@ def make_work(
     notes = list(found.notes)
     if is_fused:
         hosted: list[HostCall] = []
-        moved = [*list_fused(estimator, load, rows, widths, sides, maker.attention, dtype_bytes), *maker.scanned]
+        moved = [*list_fused(estimator, load, rows, sides, maker.attention, dtype_bytes), *maker.scanned]
         notes += [SCANS] if maker.multiplied else []
     else:
-        hosted, moved = _read_operators(found, load, list_wide(estimator, widths))
+        hosted, moved = _read_operators(found, load, list_wide(estimator))
         moved += maker.padded
         _add_dequantized(rows, maker.products, moved, hosted)
     if load.phase != "decode" and any(call.calls > 1000 for call in maker.attention):
@@ -237,7 +236,7 @@ class _Maker:
                 self._add(block, op, m, product.n_out, product.n_in, 1, product, TensorSplit())
 
     def _add(
-        self, block: Block, op: Op, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: TensorSplit,
+        self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: TensorSplit,
         more: tuple[str, ...] = (),
     ) -> tuple[Product, ...]:  # fmt: skip
         routing = self.find_routing(block) if op.active < copies else EVEN
@@ -250,7 +249,7 @@ class _Maker:
             Product(
                 module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
                 sided.kv, sided.kv_heads, self._find_format(product, direction, op.part),
-                EXPERTS_SLOWER if sided.side == "expert" else 1.0, routing,
+                EXPERTS_SLOWER if sided.side == "expert" else 1.0, routing, op.split == "row", op.is_shared,
             )
             for direction, is_again in ways
         )  # fmt: skip

@@ -17,12 +17,10 @@ class FusedExperts(NamedTuple):
 
     host_s: float  # seconds that the host takes for a product of experts, joined or not
     modules: frozenset[str] = frozenset()
-    width: int = 0  # of the rows that experts take and give back
 
     def makes(self, product: Product) -> bool:
         """Whether the kernel itself makes what a product reads: the second one's input, the first one's gradient."""
-        is_second = product.n == self.width
-        return product.module in self.modules and is_second == (product.direction == "forward")
+        return product.module in self.modules and product.is_last == (product.direction == "forward")
 
     def find_wait(self, device_s: float) -> float:
         """Seconds that the device waits at each product of experts, if it computes for `device_s` per product."""
@@ -39,4 +37,4 @@ def find_fused_experts(work: Work, machine: Machine) -> FusedExperts:
     if not experts or not machine.joins_experts:
         return FusedExperts(EXPERT_HOST_S)
     host_s = 0.0 if machine.replays_experts and not work.has_scans else EXPERT_HOST_S
-    return FusedExperts(host_s, frozenset(each.module for each in experts), experts[0].k)
+    return FusedExperts(host_s, frozenset(each.module for each in experts))

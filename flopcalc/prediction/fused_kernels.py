@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from flopcalc.core.count.products import Block, CountedRow, Row
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Op
+from flopcalc.core.model.ops import Linear, Norm, Op
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.rows import name_module
 from flopcalc.prediction.tensor_parallel import TensorSplit
@@ -20,7 +20,6 @@ def list_fused(
     estimator: Estimator,
     load: Workload,
     rows: Sequence[CountedRow],
-    widths: Mapping[str, int],
     sides: Mapping[Block, Mapping[Op, TensorSplit]],
     attention: Sequence[Attention],
     dtype_bytes: int,
@@ -34,6 +33,7 @@ def list_fused(
         if counted.row.find("padding") is None:
             value = counted.row.op.rows.count(load, "full")
             blocks.setdefault(counted.block, []).append((counted.row, value))
+    widths = {stage.path: stage.width for stage in estimator.stages}
     found: list[MemoryCall] = []
     for block, own in blocks.items():
         flows = is_train and any(row.has_backward or row.trainable for row, _ in own)
@@ -53,32 +53,29 @@ class _Lister:
         self.is_again, self.flows = is_again, flows
         self.moved: list[MemoryCall] = []
         self.opened = 0  # outputs that the next activation reads
-        self.routed = 0  # width of the rows that experts take and give back
+        self.is_routed = False  # a product of experts came
 
     def add(self, rows: Sequence[tuple[Row, int]]) -> None:
-        ops = [row.op for row, _ in rows]
-        for place, (row, value) in enumerate(rows):
+        for row, value in rows:
             op, amount = row.op, value * row.op.times
-            if op.kind in ("linear", "conv"):
+            if isinstance(op, Linear):
                 self._add_linear(op, value)
-            elif op.kind == "norm" and amount:
-                # A norm of heads runs over all that the layer before it put out.
-                is_inner = op.size < self.hidden // 2 and place > 0 and ops[place - 1].kind == "linear"
-                width = ops[place - 1].n_out if is_inner else op.size
+            elif isinstance(op, Norm) and amount:
+                width = op.over or op.size
                 self._put(
                     op, "wide" if width == self.hidden else "narrow", amount * width, (1, 1), (2, 1), is_cheap=True
                 )  # fmt: skip
             elif op.kind == "embed" and amount:
                 self._put(op, "wide", amount * op.size, (1, 1), (2, 1))
 
-    def _add_linear(self, op: Op, value: int) -> None:
+    def _add_linear(self, op: Linear, value: int) -> None:
         amount = value * op.times
         side = self.sides[op].side
-        if side == "expert" and not self.routed:
-            self.routed, self.opened = op.n_in, 0  # no activation function lies before the first of them
+        if side == "expert" and not self.is_routed:
+            self.is_routed, self.opened = True, 0  # no activation function lies before the first of them
         if op.copies > 1 and op.bias:
             self._add_bias(op, amount)
-        if side == "row" or (side == "expert" and op.n_out == self.routed):
+        if side == "row" or (side == "expert" and op.split == "row"):
             if self.opened:  # the activation reads what was opened and writes this one's input
                 opened = self.opened / op.n_in
                 self._put(op, "narrow", amount * op.n_in, (opened, 1), (opened + 1, opened), is_cheap=True)
@@ -95,14 +92,14 @@ class _Lister:
             widen = _FLOAT / self.bytes
             self._put(op, "narrow", amount * op.n_out, (1 + widen, widen), (widen, widen))
 
-    def _add_bias(self, op: Op, amount: float) -> None:
+    def _add_bias(self, op: Linear, amount: float) -> None:
         """What biases of experts move in Megatron-Core, whose only experts with biases are gpt-oss's.
 
         The first product adds its bias itself; its gradient is a sum. The activation behind it clamps its two halves
         and joins them again apart from its kernel (weighted_bias_quick_geglu_impl). The second bias is weighted by the
         router's float32 scores, added expert by expert, joined, and cast (TEGroupedMLP._apply_bias).
         """
-        if op.n_out != self.routed:
+        if op.split != "row":
             self._put(op, "narrow", amount * op.n_out, (0, 0), (1, 0), is_bias=True)
             self._put(op, "narrow", amount * op.n_out, (2, 2), (3, 2), is_cheap=True)
         else:

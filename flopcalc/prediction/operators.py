@@ -44,7 +44,6 @@ from flopcalc.prediction.recordings import (
     sign_switches,
 )
 from flopcalc.prediction.rows import find_shifted
-from flopcalc.prediction.tensor_parallel import find_widths
 from flopcalc.prediction.trained_layers import NO_STATE, LayerState, find_states
 
 __all__ = ["Operator", "Operators", "SavedTensor", "list_operators"]
@@ -185,6 +184,7 @@ class _Reader:
         self.data: dict[str, Any] = data
         self.switches = sign_switches(estimator.source.config, data["usual"])
         self.states = find_states(estimator, load)
+        self.widths = {stage.path: stage.width for stage in estimator.stages}
 
     def _note(self, text: str) -> None:
         self.notes[text] = None
@@ -363,16 +363,16 @@ class _Reader:
     ) -> list[tuple[str, str, Scope]]:
         """The stand-in's modules, the model's own that get their operators, and the sizes of those."""
         assert self.stand_in is not None
-        call, widths = find_call(self.load), find_widths(self.estimator)
+        call = find_call(self.load)
 
         def count_rows(op: Op) -> int:
             return op.rows.count(call, "full") * op.times
 
         layers = {path: self._list_recorded(path)[0] for path in (self.stand_in.text, self.stand_in.vision) if path}
-        given = Outside(self.stand_in, self._list_recorded("")[0], layers, self.estimator.stages, widths)
+        given = Outside(self.stand_in, self._list_recorded("")[0], layers, self.estimator.stages)
         if chain is not None:
             has_cache = self.load.phase in ("prefill", "decode")
-            found = borrow_layer(signature, chain, widths[path], given.size(), count_rows, has_cache)
+            found = borrow_layer(signature, chain, self.widths[path], given.size(), count_rows, has_cache)
         else:
             found = borrow_outside(given, recorded, count_rows, self.features["tokens"])
         apart = _list_experts(chain)  # with operators of their own
@@ -507,5 +507,5 @@ class _Reader:
             first = next((op for op in iterate(chain) if op.size or op.n_in), None)
             if first is not None:
                 rows = first.rows.count(self.load, "full") * first.times
-                key = (f"{path}.*", group, rows * (first.size or first.n_in) * self.dtype_bytes, False)
+                key = (f"{path}.*", group, rows * self.widths[path] * self.dtype_bytes, False)
                 self.saved[key] = self.saved.get(key, 0) + count

@@ -34,6 +34,8 @@ class Product(NamedTuple):
     format: str = ""  # what it is computed in, where that is not the step's own
     slower: float = 1.0  # times longer than a plain product of its sizes, in fused kernels
     routing: Routing = EVEN  # how many rows each expert gets
+    is_last: bool = False  # it reads what attention or an activation function made: the last product of its block
+    is_shared: bool = False  # of an expert that all tokens pass, beside routed ones
 
     @property
     def flops(self) -> float:

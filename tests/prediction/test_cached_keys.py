@@ -13,7 +13,7 @@ from flopcalc.base.data import find_data_dir
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.memory.peak import predict_memory
-from flopcalc.prediction.tensor_parallel import find_sides, find_widths
+from flopcalc.prediction.tensor_parallel import find_sides
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_how_tensor_parallelism_cuts_projections(model: str, sides: dict[str, tu
 
     estimator = bind(model)
     stage = next(stage for stage in estimator.stages if stage.repeated)
-    found = find_sides(list(iterate(stage.layers[-1])), find_widths(estimator)[stage.path])
+    found = find_sides(list(iterate(stage.layers[-1]))(estimator)[stage.path])
     named = {op.name.rpartition(".")[2]: tuple(sided) for op, sided in found.items()}
     assert {name: named[name] for name in sides} == sides

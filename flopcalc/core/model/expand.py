@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flopcalc.base.errors import ConfigError, SpecError, format_value
@@ -37,7 +38,27 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
             raise ConfigError(
                 f"{dims.where}: {stage.path!r} reads layer {max(layers)} of {path!r}, which has {lengths.get(path, 0)}"
             )
-    return stages
+    return tuple(fill_widths(stages))
+
+
+def fill_widths(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages, each with a width: where its spec says none, its stream's; where no stack of that says one, what its
+    first op reads."""
+    said: dict[str, int] = {}
+    for stage in stages:
+        if stage.width:
+            said.setdefault(stage.stream, stage.width)
+    found = []
+    for stage in stages:
+        width = stage.width or said.get(stage.stream, 0)
+        if not width:
+            ops = (op for chain in stage.kinds for op in iterate(chain))
+            width = next((op.size or op.n_in for op in ops if op.kind in ("norm", "embed", "linear")), 0)
+            stage = stage.replace(is_width_inferred=bool(width))
+            if width:
+                said[stage.stream] = width
+        found.append(stage.replace(width=width or 1))
+    return found
 
 
 def _expand(dims: BoundDims, rename: dict[str, str], side: str, root: str = "") -> list[Stage]:
@@ -150,6 +171,16 @@ def _is_head(stage: Stage, body: str) -> bool:
     return parts == {"lm_head"} or not f"{stage.path}.".startswith(f"{body}.")
 
 
+def _find_width(stack: Table, dims: BoundDims, path: str) -> int:
+    """The width of a stack's residual stream: what it says, else the dim `d`; 0: that of its stream's other stacks."""
+    if "width" in stack:
+        return find_size(dims, str(stack["width"]), f"{path} width", minimum=1)
+    if stack.get("part") == "projector" or "d" not in dims.spec.dims or dims.depends_on_layer("d"):
+        return 0
+    width = dims.evaluate("d if has(d) else 0")
+    return width if isinstance(width, int) else 0
+
+
 def expand_stack(stack: Table, dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
     """The stage of a stack; several where gradient checkpointing wraps some of its layers and not others."""
     path = rename_path(stack["path"], rename)
@@ -159,7 +190,7 @@ def expand_stack(stack: Table, dims: BoundDims, rename: dict[str, str], side: st
         raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
     part = stack.get("part", "other")
     rows = (stack.get("rows", "tokens"), stack.get("needed", ""))
-    builder = LayerBuilder(dims, rows, stack.get("part", ""), path, rename, stack.get("side", side))
+    builder = LayerBuilder(dims, rows, stack.get("part", ""), path, rename, stack.get("side", side), repeated)
     layers = []
     dead = []
     wrapped = []
@@ -198,6 +229,7 @@ def expand_stack(stack: Table, dims: BoundDims, rename: dict[str, str], side: st
         first=first,
         reversible=bool(stack.get("reversible", False)),
         input_gradient=bool(stack.get("input_gradient", False)),
+        width=_find_width(stack, dims, path),
     )
     if len(set(wrapped)) < 2:
         return [stage]

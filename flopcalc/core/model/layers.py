@@ -24,6 +24,7 @@ from flopcalc.core.model.ops import (
     map_ops,
     put_under,
 )
+from flopcalc.core.model.places import settle
 from flopcalc.core.model.sizes import Size, find_size, format_origin, is_partial
 from flopcalc.core.spec.expressions import evaluate_truth, find_names
 from flopcalc.core.spec.merge import Table, rename_path
@@ -53,7 +54,8 @@ class LayerBuilder:
     """Builds the chain of one layer; what does not change from layer to layer is built once."""
 
     def __init__(
-        self, dims: BoundDims, rows: tuple[str, str], part: str, path: str, rename: dict[str, str], side: str
+        self, dims: BoundDims, rows: tuple[str, str], part: str, path: str, rename: dict[str, str], side: str,
+        is_repeated: bool,
     ) -> None:  # fmt: skip
         self.dims = dims
         self.rows, self.needed = rows
@@ -61,6 +63,7 @@ class LayerBuilder:
         self.path = path
         self.rename = rename
         self.side = side
+        self.is_repeated = is_repeated
         self._changing: list[str] | None = None
         self._chains: dict[tuple[Hashable, ...], Chain] = {}
         self._alike: dict[Chain, Chain] = {}
@@ -75,6 +78,7 @@ class LayerBuilder:
         chain = self._chains.get(key)
         if chain is None:
             chain = self._chain(items, "other")
+            chain = settle(chain) if self.is_repeated else chain
             chain = self._chains[key] = self._alike.setdefault(chain, chain)
         return chain
 
@@ -207,7 +211,7 @@ class LayerBuilder:
             copies = size("copies", default="1")
             return Norm(
                 **common, dim=size("dim"), bias=self._has_bias(item), tied=self._tied(item), copies=copies,
-                active=copies,
+                active=copies, over=size("over", 0, default="0"),
             )  # fmt: skip
         if kind == "param":
             return Param(**common, size=size("size"), tied=self._tied(item))
@@ -216,7 +220,7 @@ class LayerBuilder:
             if isinstance(share, bool) or not isinstance(share, (int, float)):
                 raise ConfigError(f"{dims.where}: {item['p']} must be a number, not {format_value(share)}")
             return Dropout(**common, saves=share > 0)
-        return Pointwise(**common)
+        return Pointwise(**common, gate=item.get("gate"))
 
     def _find_cast(self, item: Table) -> str:
         """How the code computes an op in float32: not, by casting its inputs, or always."""
@@ -248,6 +252,8 @@ class LayerBuilder:
             at=item.get("at", ""),
             numbered=self._numbered(item),
             adapts=adapts,
+            split=item.get("split"),
+            is_shared=bool(item.get("shared", False)),
         )
 
     def _make_attend(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, TypeAlias
 
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.core.spec.spec import Gate, Split
 from flopcalc.core.workload.sums import Only, Sum
 
 
@@ -146,6 +147,8 @@ class Linear(Weighted):
     at: str = ""
     numbered: tuple[int | str, ...] = (0, 1)  # the copies that are modules (*): first number and step, or their names
     adapts: bool = True
+    split: Split | None = None  # None: not settled, which counts as column
+    is_shared: bool = False  # of an expert that all tokens pass, beside routed ones
 
     @property
     def weight_size(self) -> int:
@@ -212,6 +215,7 @@ class Norm(Weighted):
     bias: bool = False
     copies: int = 1
     active: int = 1
+    over: int = 0  # of a norm inside a block, as of heads: elements of a row that it runs over; 0: its weight's
 
     @property
     def size(self) -> int:
@@ -277,6 +281,8 @@ class Pointwise(Op):
 
     kind: ClassVar[str] = "pointwise"
 
+    gate: Gate | None = None  # None: not settled, which counts as none
+
 
 @frozen(kw_only=True)
 class Dropout(Op):
@@ -314,6 +320,8 @@ class Stage(Value):
     first: int = 0  # number of the first layer, where another stage holds those before it
     reversible: bool = False  # its backward runs every layer again, whatever the recipe says
     input_gradient: bool = False  # HF makes its input require a gradient, whatever trains
+    width: int = 0  # elements of a row of its residual stream
+    is_width_inferred: bool = False  # its spec says none: taken from its ops, which a note tells
 
     @property
     def kinds(self) -> tuple[Chain, ...]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from flopcalc.base.data import find_data_file, get_stem, list_data_files
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
@@ -20,7 +20,7 @@ from flopcalc.core.spec.row_units import UNITS
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _STACK_KEYS = {
     "name", "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead",
-    "reads", "joins", "adds", "untrained", "reversible", "input_gradient", "together",
+    "reads", "joins", "adds", "untrained", "reversible", "input_gradient", "together", "width",
     "use", "config", "flat", "rename", "set", "defaults", "only", "body",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis", "mask"}
@@ -39,15 +39,15 @@ _OP_COMMON = {
 OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON
     | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"}
-    | {"adapts", "numbered", "float32"},
-    "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at"},
+    | {"adapts", "numbered", "float32", "split", "shared"},
+    "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at", "split"},
     "attend": _OP_COMMON
     | {"heads", "qk", "v", "out", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"},
     "product": _OP_COMMON | {"flops", "backward", "pair", "float32"},
-    "norm": _OP_COMMON | {"dim", "bias", "tied", "copies"},
+    "norm": _OP_COMMON | {"dim", "bias", "tied", "copies", "over"},
     "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
     "param": _OP_COMMON | {"size", "tied"},
-    "pointwise": _OP_COMMON,
+    "pointwise": _OP_COMMON | {"gate"},
     "dropout": _OP_COMMON | {"p"},
 }
 PARTS = (
@@ -64,16 +64,24 @@ ROWS = ("tokens", "logits", "cached", "patches", "merged", "images", "tiles")
 SIDES = ("encoder", "decoder")
 SPANS = ("seq", "frames", "windows", "images", "tiles")
 MASKS = ("causal", "full")
+# How tensor parallelism cuts a product: by its outputs (column), of which all (keys) or the last (fused) are keys and
+# values and are cut no finer than their heads; by its inputs (row); or not at all (whole).
+Split = Literal["column", "keys", "fused", "row", "whole"]
+# What an activation function is multiplied by: nothing, the other of two products (pair), or the other half of one.
+Gate = Literal["none", "pair", "fused"]
+_OP_WORDS: dict[str, tuple[str, ...]] = {
+    "part": PARTS, "span": SPANS, "mask": MASKS, "split": get_args(Split), "gate": get_args(Gate),
+}  # fmt: skip
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool, str), "flat": (bool,),
     "reversible": (bool,), "input_gradient": (bool,),
-    "input_embedding": (bool, str), "detached": (bool,), "pair": (bool,),
+    "input_embedding": (bool, str), "detached": (bool,), "pair": (bool,), "shared": (bool,),
     "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict, str), "keep": (bool,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
     **dict.fromkeys(("flops", "backward", "kv_heads", "cache", "latent", "state"), (str, int)),
-    **dict.fromkeys(("length", "repeat", "first"), (str, int)),
+    **dict.fromkeys(("length", "repeat", "first", "over", "width"), (str, int)),
 }  # fmt: skip
 _KINDS = {"vision": ("grid", "fixed", "tiles"), "positions": ("learned", "rotary")}
 WORDS = {
@@ -94,6 +102,8 @@ WORDS = {
     "at",
     "under",
     "with",
+    "split",
+    "gate",
 }  # keys of an op that hold no expression
 _HEAD_KEYS = {"use", "like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
@@ -294,7 +304,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
         check_keys(stack, _STACK_KEYS, where)
         _check_types(stack, where)
-        for key in stack.keys() & {"repeat", "first", "when", "dead", "untrained"}:
+        for key in stack.keys() & {"repeat", "first", "when", "dead", "untrained", "width"}:
             _check_expression(str(stack[key]), f"{where} {key}")
         if "use" in stack and "config" not in stack:
             raise SpecError(f'{where}: needs config = "…", the key that holds the inner config')
@@ -363,7 +373,7 @@ def _check_op(op: Table, spec: Spec, where: str) -> None:
     check_keys(op, OP_KEYS[kind], where)
     _check_types(op, where)
     _check_rows(op, spec.sums, where)
-    for key, known in (("part", PARTS), ("span", SPANS), ("mask", MASKS)):
+    for key, known in _OP_WORDS.items():
         if key in op and op[key] not in known:
             raise SpecError(f"{where}: {key} {op[key]!r} unknown.{format_nearest(op[key], known)}")
     for key, value in op.items():

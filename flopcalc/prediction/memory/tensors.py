@@ -15,7 +15,7 @@ from flopcalc.base.number_formats import find_computed
 from flopcalc.base.vocabulary import KERNELS, Execution
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Chain, Dropout, Op, Stage, iterate, join
+from flopcalc.core.model.ops import Attend, Chain, Dropout, Norm, Op, Pointwise, Stage, iterate, join
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.operators import Operator, Operators, SavedTensor
@@ -312,7 +312,7 @@ class Step:
                 for op, bytes_ in zip(ops, held[chain], strict=True)
             ]
             if placed:
-                extra = max(extra, 1, self._walk_back(placed) - kept // layers)
+                extra = max(extra, 1, self._walk_back(placed, stage) - kept // layers)
             if shared:
                 table = sum(op.n_in * (op.n_out or op.size) for op in ops if op.kind in ("linear", "embed"))
                 copied = sum(op.n_in * op.n_out for op in ops if op.kind == "linear" and op.tied)
@@ -364,7 +364,7 @@ class Step:
                 found += [SavedTensor(prefix + op.name, stage.group, size, many, is_again) for op, size in entries]
                 if is_again:
                     placed = [Placed(op, self.rows(op), 0, 0) for op in iterate(chain)]
-                    found.append(SavedTensor(prefix[:-1], stage.group, self.find_stream(placed), many))
+                    found.append(SavedTensor(prefix[:-1], stage.group, self.find_stream(placed, stage), many))
         return tuple(found)
 
     def _save(self, chain: Chain, is_saved: bool, entries: list[tuple[Op, int]], is_cheap: bool = False) -> bool:
@@ -393,18 +393,19 @@ class Step:
                 if is_cheap and (item.copies == 1 or i):  # what experts read first came over the network
                     size = 0
                 linears = [item]
-            elif item.kind == "norm":
+            elif isinstance(item, Norm):
                 # Without a bias it is RMSNorm as HF writes it: the input in float32, and the normed tensor.
-                width = linears[-1].n_out if linears else item.size
+                width = item.over or item.size
                 size = rows * width * self.bytes
                 if not self.is_fused:
                     size += rows * 8 if item.bias else rows * width * FLOAT
                     size = rows * 8 if item.bias and is_saved else size
-            elif item.kind == "pointwise" and linears:
+            elif isinstance(item, Pointwise) and linears:
                 made = sum(op.n_out for op in linears)
                 after = next((op for op in iterate(chain[i:]) if op.kind == "linear"), None)
                 # Gated: the function's own result is saved beside what it and the gate read, if kernels are not fused.
-                gated = after.n_in if after is not None and made == 2 * after.n_in and not self.is_fused else 0
+                is_gated = item.gate in ("pair", "fused") and not self.is_fused
+                gated = after.n_in if after is not None and is_gated else 0
                 size = self.bytes * self.rows(linears[-1]) * (made + gated)
                 if self.is_fused and after is None:  # what experts made is weighed before their last product
                     size = 0
@@ -481,21 +482,24 @@ class Step:
                     found.append(SavedTensor(prefix + op.name, stage.group, size, many, is_again))
         return found
 
-    def _walk_back(self, placed: list[Placed]) -> int:
+    def _walk_back(self, placed: list[Placed], stage: Stage) -> int:
         """The most bytes at once in one layer's backward: what it saved and has not freed, and gradients."""
         alive = sum(entry.saved for entry in placed)
         made = most = 0
-        stream = self.find_stream(placed)
+        stream = self.find_stream(placed, stage)
         for i in reversed(range(len(placed))):
             made += placed[i].gradient
             most = max(most, alive + made + stream + self._count_gradients(placed, i))
             alive -= placed[i].saved
         return most
 
-    def find_stream(self, placed: list[Placed]) -> int:
-        """Bytes of the tensor that passes from layer to layer."""
+    def find_stream(self, placed: list[Placed], stage: Stage) -> int:
+        """Bytes of the tensor that passes from layer to layer, or of what a stage that has none reads first."""
         first = next((entry for entry in placed if entry.op.kind in ("norm", "linear", "conv")), None)
-        return self.bytes * first.rows * (first.op.size or first.op.n_in) if first is not None else 0
+        if first is None:
+            return 0
+        width = stage.width if stage.repeated else first.op.size or first.op.n_in
+        return self.bytes * first.rows * width
 
     def _count_gradients(self, placed: list[Placed], i: int) -> int:
         """Bytes of gradients of activations that one op's backward reads and writes."""
@@ -581,8 +585,6 @@ def find_width(placed: list[Placed], i: int) -> tuple[int, int, int]:
     if after is None:
         return 0, 0, 0
     wide = after.op.n_in
-    before = [entry.op for entry in placed[:i] if entry.op.kind == "linear"]
-    branches = sum(op.n_out == wide for op in before[-2:])
-    if before and before[-1].n_out == 2 * wide:  # gate and values in one product
-        branches = 3
-    return wide, after.rows, max(1, branches)
+    op = placed[i].op
+    gate = op.gate if isinstance(op, Pointwise) else None
+    return wide, after.rows, {"pair": 2, "fused": 3}.get(gate or "", 1)

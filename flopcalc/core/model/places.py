@@ -1,0 +1,89 @@
+"""What an op's place in its layer says of it where its spec does not: its split, its gate, what a norm runs over.
+
+These are the defaults that docs/specs.md promises. They read the order of ops, their kinds and parts, never their sizes.
+"""
+
+from __future__ import annotations
+
+from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Pointwise, iterate, map_ops
+from flopcalc.core.spec.spec import Gate, Split
+
+# Parts in which a product after attention, a scan or an activation function adds to the residual stream.
+_ADDING = ("attention_projections", "mlp", "ssm", "vision", "audio", "other")
+_Items = list["Op | tuple[Chain, ...]"]
+
+
+def settle(chain: Chain) -> Chain:
+    """The chain of a layer, whose ops say how they are split, gated and normed."""
+    return _settle(chain, False)[0]
+
+
+def _settle(chain: Chain, is_mixed: bool) -> tuple[Chain, bool]:
+    """The chain, and whether what leaves it was mixed and not multiplied since; `is_mixed`: the same of what enters."""
+    made: _Items = []
+    for item in chain:
+        if not isinstance(item, Op):
+            settled = [_settle(branch, is_mixed) for branch in item]
+            made.append(tuple(branch for branch, _ in settled))
+            is_mixed = any(mixed for _, mixed in settled)
+            continue
+        if isinstance(item, Linear):
+            usual: Split | None = "whole" if item.part == "router" else None
+            usual = "row" if is_mixed and item.part in _ADDING else usual
+            item = item.replace(split=usual) if item.split is None and usual else item
+            is_mixed = False
+        elif isinstance(item, Norm) and not item.over:
+            before = made[-1] if made else None
+            if isinstance(before, Linear) and before.split != "row" and before.copies == 1:
+                item = item.replace(over=before.n_out)
+        elif isinstance(item, Pointwise) and item.gate is None:
+            item = item.replace(gate=_find_gate(made))
+        elif isinstance(item, Attend):
+            _mark_projections(made)
+        made.append(item)
+        is_mixed = item.kind in ("attend", "product", "pointwise") or (is_mixed and item.kind != "embed")
+    return tuple(made), is_mixed
+
+
+def _find_gate(before: _Items) -> Gate:
+    """An activation function after two products that are siblings multiplies one by the other."""
+    last = before[-1] if before else None
+    if not isinstance(last, tuple) or len(last) != 2:
+        return "none"
+    is_pair = all(len(each) == 1 and isinstance(each[0], Linear) and each[0].part != "router" for each in last)
+    return "pair" if is_pair else "none"
+
+
+def _mark_projections(before: _Items) -> None:
+    """The projections of an attention call, in place: its operands, and those of low rank that lead to them.
+
+    One operand is queries, keys and values; of siblings the first is the queries.
+    """
+    calls = [i for i, item in enumerate(before) if isinstance(item, Attend)]
+    first = calls[-1] + 1 if calls else 0
+    places = [i for i in range(first, len(before)) if any(isinstance(op, Linear) for op in iterate((before[i],)))]
+    for i in places:
+        item = before[i]
+        if i != places[-1]:
+            (before[i],) = map_ops((item,), lambda op: _say(op, "whole"))
+        elif isinstance(item, Op):
+            before[i] = _say(item, "fused")
+        else:
+            before[i] = tuple(
+                _mark_branch(branch, "keys" if number else "column") for number, branch in enumerate(item)
+            )
+
+
+def _mark_branch(branch: Chain, word: Split) -> Chain:
+    """A branch whose last products have a split; those before them are of low rank."""
+    places = [i for i, item in enumerate(branch) if any(isinstance(op, Linear) for op in iterate((item,)))]
+    made = list(branch)
+    for i in places:
+        split: Split = word if i == places[-1] else "whole"
+        (made[i],) = map_ops((made[i],), lambda op, split=split: _say(op, split))
+    return tuple(made)
+
+
+def _say(op: Op, split: Split) -> Op:
+    is_open = isinstance(op, Linear) and op.split is None and op.part == "attention_projections"
+    return op.replace(split=split) if is_open else op

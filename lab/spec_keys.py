@@ -1,0 +1,99 @@
+"""What a spec's keys should say of its ops, inferred from their sizes: `add` compares it with the spec, and writes it.
+
+Sizes tell an op's role only where all dims of a config differ, as those of examples do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Pointwise, Stage, iterate
+from flopcalc.core.spec.spec import Gate, Split
+
+__all__ = ["Difference", "compare", "write_key"]
+
+
+class Difference(NamedTuple):
+    """A key of an op whose sizes say something else than its spec."""
+
+    path: str  # of its stage
+    name: str
+    op: str
+    key: str
+    said: str
+    inferred: str
+
+
+def compare(stages: Iterable[Stage]) -> Iterator[Difference]:
+    """What the layers of a model say otherwise than the sizes of their ops do."""
+    for stage in stages:
+        for chain in stage.kinds if stage.repeated else ():
+            ops = list(iterate(chain))
+            has_experts = any(op.copies > 1 for op in ops)
+            for place, op in enumerate(ops):
+                for key, said, inferred in _infer(ops, place, stage.width, has_experts):
+                    if said != inferred:
+                        yield Difference(stage.path, op.name, op.kind, key, said, inferred)
+
+
+def _infer(ops: Sequence[Op], place: int, width: int, has_experts: bool) -> Iterator[tuple[str, str, str]]:
+    """Key, what the spec says and what sizes say, of one op."""
+    op = ops[place]
+    if isinstance(op, Linear):
+        said, split = op.split or "column", infer_split(ops, place, width)
+        heads = next((each for each in ops[place:] if isinstance(each, Attend)), None)
+        if said in ("keys", "fused") and split == "column" and (heads is None or heads.kv_heads == heads.heads):
+            said = "column"  # keys are cut as finely as queries
+        yield "split", said, split
+        yield "shared", str(op.is_shared), str(has_experts and "shared" in op.name)
+    elif isinstance(op, Norm):
+        yield "over", str(op.over or op.size), str(infer_over(ops, place, width))
+    elif isinstance(op, Pointwise):
+        yield "gate", op.gate or "none", infer_gate(ops, place)
+
+
+def infer_split(ops: Sequence[Op], place: int, width: int) -> Split:
+    """How tensor parallelism cuts a linear layer of a layer's ops whose residual stream has a width."""
+    op, before = ops[place], ops[place - 1] if place else None
+    if op.part == "router":
+        return "whole"
+    if op.copies > 1:
+        first = next(each for each in ops if each.copies > 1)
+        return "row" if op.n_out == first.n_in and op is not first else "column"
+    if op.n_out == width and (op.n_in != width or (before is not None and before.kind == "attend")):
+        return "row"
+    core = next((at for at, each in enumerate(ops) if at > place and isinstance(each, Attend)), None)
+    if op.part != "attention_projections" or core is None:
+        return "column"
+    return _infer_projection(op, ops[core], [each for each in ops[:core] if each.part == op.part], width)
+
+
+def _infer_projection(op: Op, core: Op, beside: Sequence[Op], width: int) -> Split:
+    """A projection before attention: what is of low rank is not cut."""
+    assert isinstance(core, Attend)
+    queries, keys, values = core.heads * core.qk, core.kv_heads * core.qk, core.kv_heads * core.v
+    if op.n_out == queries + keys + values:
+        return "fused" if core.kv_heads < core.heads else "column"
+    if op.n_out >= queries:
+        return "column"
+    is_low_rank = op.n_in == width and any(each.kind == "linear" and each.n_in != width for each in beside)
+    return "keys" if op.n_out in (keys, values, keys + values) and not is_low_rank else "whole"
+
+
+def infer_over(ops: Sequence[Op], place: int, width: int) -> int:
+    """Elements of a row that a norm runs over: one of heads over all that the layer before it writes."""
+    before = ops[place - 1] if place else None
+    is_inner = ops[place].size < width // 2 and before is not None and before.kind == "linear"
+    return before.n_out if is_inner and before is not None else ops[place].size
+
+
+def infer_gate(ops: Sequence[Op], place: int) -> Gate:
+    """Whether the products before an activation function are twice as wide as what the one behind it reads."""
+    before = [op.n_out for op in ops[:place] if isinstance(op, Linear)]
+    after = next((op.n_in for op in ops[place:] if isinstance(op, Linear)), None)
+    if not before or after is None:
+        return "none"
+    return "fused" if before[-1] == 2 * after else "pair" if before[-2:] == [after, after] else "none"
