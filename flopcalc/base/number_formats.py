@@ -15,7 +15,7 @@ PLAIN = "bf16"  # what is taken where nothing says otherwise
 
 
 @frozen()
-class Computed(Value):
+class ComputeFormat(Value):
     """A format that products are computed in."""
 
     name: str
@@ -32,11 +32,11 @@ def load_tables() -> dict[str, Any]:
 
 
 @cache
-def load_computed() -> tuple[dict[str, Computed], dict[str, str]]:
+def load_computed() -> tuple[dict[str, ComputeFormat], dict[str, str]]:
     """Formats of products, and other names for them."""
     tables: dict[str, Any] = load_tables()["compute"]
     computed = {
-        name: Computed(
+        name: ComputeFormat(
             name, entry["bits"], entry.get("everywhere", False), entry.get("stored", name), entry.get("fallback")
         )
         for name, entry in tables.items()
@@ -44,7 +44,7 @@ def load_computed() -> tuple[dict[str, Computed], dict[str, str]]:
     return computed, {alias: name for name, entry in tables.items() for alias in entry.get("aliases", ())}
 
 
-def find_computed(name: str) -> Computed:
+def find_computed(name: str) -> ComputeFormat:
     """The data of a format that products are computed in."""
     return load_computed()[0][name]
 

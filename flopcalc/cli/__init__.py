@@ -12,7 +12,7 @@ import click
 
 from flopcalc._version import __version__
 from flopcalc.base.errors import FlopcalcError, format_nearest
-from flopcalc.cli.command import Group
+from flopcalc.cli.command import CommandGroup
 from flopcalc.cli.streams import drop_output, prepare_streams
 
 # Command -> module that defines it, and its line in --help (so that help need not load them all).
@@ -37,7 +37,7 @@ _COMMANDS = {
 }
 
 
-class _Commands(Group):
+class _Commands(CommandGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @frozen()
-class Counted(Value):
+class EstimateResult(Value):
     """One result."""
 
     estimate: Estimate
@@ -111,12 +111,12 @@ def estimate(
     )
 
 
-def _count(model: str, given: dict[str, Any]) -> Counted:
+def _count(model: str, given: dict[str, Any]) -> EstimateResult:
     setup = make_setup("estimate", model, given)
     counted = count(setup)
     model_share, hardware_share, notes = find_shares(counted.estimate, setup)
     run = find_run(counted.estimate, setup)
-    return Counted(counted.estimate, model_share, hardware_share, run, [*counted.notes, *notes], setup.launch)
+    return EstimateResult(counted.estimate, model_share, hardware_share, run, [*counted.notes, *notes], setup.launch)
 
 
 def _show_list(

@@ -6,13 +6,13 @@ import json
 
 import click
 
-from flopcalc.cli.command import Group
+from flopcalc.cli.command import CommandGroup
 from flopcalc.cli.pages import format_options, write_page
 from flopcalc.monitor.log import METRICS, find_series, load_log, summarize
 from flopcalc.monitor.log import plot as plot_log
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def monitor() -> None:
     """Summarize or plot the log of a training monitor."""
 

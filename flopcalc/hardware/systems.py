@@ -26,7 +26,7 @@ _FORM = {
 }
 
 
-class Source(TypedDict):
+class SystemSource(TypedDict):
     """Who measured it, under which licence."""
 
     source: str
@@ -44,7 +44,7 @@ class System(TypedDict):
     """The measured kernels of a device; `_FORM` says what each value holds."""
 
     device_id: str
-    provenance: Source
+    provenance: SystemSource
     products: dict[str, ProductFit]  # by number format
     sustained: dict[str, float]
     joined_experts: NotRequired[list[str]]

@@ -13,7 +13,7 @@ from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, bind_live
 from flopcalc.monitor.measured import MeasuredIntake, MeasuredModule
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Meter, Peaks
-from flopcalc.monitor.modes import Counts, Source, make_source
+from flopcalc.monitor.modes import Counts, FactorSource, make_source
 from flopcalc.monitor.passes import count_eager_pass, count_pass
 from flopcalc.monitor.place import Seen, find_known_device, find_layout, find_peak, guess_format, look_inside
 from flopcalc.monitor.settings import Settings
@@ -27,7 +27,7 @@ class WatchedModel:
         self.live: Any = None  # the module whose forward passes are seen
         self.given: Any = None  # what is counted, where that is not the live module
         self.intake: Intake | None = None
-        self.source: Source | None = None
+        self.source: FactorSource | None = None
         self.shared = 1  # ranks that work on one batch together
         self.take: Callable[[Mapping[str, Any], Fetcher | None, Any], Snapshot | None] = _take_sizes
         self.classify: Callable[[Mapping[str, Any]], Hashable] = _classify_alike

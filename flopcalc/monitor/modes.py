@@ -54,7 +54,7 @@ Calm = tuple[int, int, Hashable, Factor]
 # --- Sources ----------------------------------------------------------------------------------------------------------
 
 
-class Source:
+class FactorSource:
     """Where a run's factor comes from; this one measures nothing."""
 
     name = "estimate"
@@ -110,10 +110,10 @@ class Source:
         self.cancel()
 
 
-EstimateSource = Source
+EstimateSource = FactorSource
 
 
-class _Measuring(Source):
+class _MeasuringSource(FactorSource):
     """What the measuring sources share: when a step is due, and what is believed."""
 
     measures = True
@@ -188,7 +188,7 @@ class _Measuring(Source):
         self._say(f"{self.name}: {reason}; {kept}", once)
 
 
-class ProfilerSource(_Measuring):
+class ProfilerSource(_MeasuringSource):
     """Every so many steps one under torch.profiler; between them the last factor."""
 
     name = "profiler"
@@ -241,7 +241,7 @@ class ProfilerSource(_Measuring):
         self._profiler.cancel()
 
 
-class _WithCounters(_Measuring):
+class _WithCounters(_MeasuringSource):
     """Sources that read the GPU's counters while they can."""
 
     def __init__(self, settings: Settings, model: object, say: Say) -> None:
@@ -502,7 +502,7 @@ class HybridSource(_WithCounters):
                 gauge.close()
 
 
-_SOURCES: dict[str, Callable[[Settings, Any, Say], Source]] = {
+_SOURCES: dict[str, Callable[[Settings, Any, Say], FactorSource]] = {
     "estimate": EstimateSource,
     "profiler": ProfilerSource,
     "smart": SmartSource,
@@ -510,6 +510,6 @@ _SOURCES: dict[str, Callable[[Settings, Any, Say], Source]] = {
 }
 
 
-def make_source(settings: Settings, model: object, say: Say) -> Source:
+def make_source(settings: Settings, model: object, say: Say) -> FactorSource:
     """The source of the settings' mode; `model` is the live one, wrapped as it may be."""
     return _SOURCES[settings.mode](settings, model, say)

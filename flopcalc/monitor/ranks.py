@@ -66,7 +66,7 @@ class Sums(NamedTuple):
     step_peak_flops_per_s: float = math.nan
 
 
-class Gathered(NamedTuple):
+class GatheredInterval(NamedTuple):
     """One interval as rank 0 has it: who reported, and who did not in time."""
 
     interval: int
@@ -74,7 +74,7 @@ class Gathered(NamedTuple):
     missing: tuple[int, ...]
 
 
-class Combined(NamedTuple):
+class MeanStep(NamedTuple):
     """The mean step of the ranks that reported, as of one machine. NaN where a number is not known."""
 
     steps: int  # the most that a rank reported
@@ -112,13 +112,13 @@ class Combined(NamedTuple):
         return self.peak_flops_per_s if math.isnan(self.step_peak_flops_per_s) else self.step_peak_flops_per_s
 
 
-def combine(gathered: Gathered, world: int, straggler_factor: float = 1.1) -> Combined:
+def combine(gathered: GatheredInterval, world: int, straggler_factor: float = 1.1) -> MeanStep:
     """Adds up FLOPs, tokens and peaks of the ranks that reported; the time is the slowest one's."""
     sums = {rank: gathered.sums[rank] for rank in sorted(gathered.sums) if gathered.sums[rank].steps > 0}
     scope = f"all {world} ranks" if len(sums) == world else f"{len(sums)} of {world} ranks"
     nan = math.nan
     if not sums:
-        return Combined(0, nan, nan, nan, nan, nan, nan, nan, nan, nan, None, (), scope, ("no rank reported a step",))
+        return MeanStep(0, nan, nan, nan, nan, nan, nan, nan, nan, nan, None, (), scope, ("no rank reported a step",))
 
     def per_step(name: str) -> dict[int, float]:
         return {rank: getattr(one, name) / one.steps for rank, one in sums.items()}
@@ -131,7 +131,7 @@ def combine(gathered: Gathered, world: int, straggler_factor: float = 1.1) -> Co
     known = {} if _unknown(times) else times
     limit = straggler_factor * _median(known)
     unknown = {"model FLOPs": _unknown(model_flops), "step time": _unknown(wall_s), "peak": _unknown(peaks)}
-    return Combined(
+    return MeanStep(
         steps=max(one.steps for one in sums.values()),
         model_flops=sum(model_flops.values()),
         hardware_flops=sum(per_step("hardware_flops").values()),
@@ -220,11 +220,11 @@ class Side(ABC):
         """Hands over this rank's sums."""
 
     @abstractmethod
-    def collect(self) -> list[Gathered]:
+    def collect(self) -> list[GatheredInterval]:
         """On rank 0 the intervals that became complete or timed out, in order; nothing elsewhere."""
 
     @abstractmethod
-    def close(self, timeout_s: float = _CLOSE_S) -> list[Gathered]:
+    def close(self, timeout_s: float = _CLOSE_S) -> list[GatheredInterval]:
         """Gives what is under way so long to arrive, then ends. On rank 0 returns what was still open."""
 
     @abstractmethod
@@ -267,7 +267,7 @@ class Listener(Side):
     def post(self, interval: int, sums: Sums) -> None:
         self._keep(self.rank, interval, sums)
 
-    def collect(self) -> list[Gathered]:
+    def collect(self) -> list[GatheredInterval]:
         late = time.monotonic() - self._timeout_s
         with self._lock:
             # A rank sends in order: one that sent a later interval will not send this one any more.
@@ -277,7 +277,7 @@ class Listener(Side):
             gathered = self._hand_out(done)
         return self._name_missing(gathered)
 
-    def close(self, timeout_s: float = _CLOSE_S) -> list[Gathered]:
+    def close(self, timeout_s: float = _CLOSE_S) -> list[GatheredInterval]:
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and self._expects_more() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -303,17 +303,19 @@ class Listener(Side):
                 self._open.setdefault(interval, {})[rank] = sums
                 self._since.setdefault(interval, time.monotonic())
 
-    def _hand_out(self, intervals: list[int]) -> list[Gathered]:
+    def _hand_out(self, intervals: list[int]) -> list[GatheredInterval]:
         gathered = []
         for interval in intervals:
             del self._since[interval]
             self._handed_out = max(self._handed_out, interval)
             sums = self._open.pop(interval)
-            gathered.append(Gathered(interval, sums, tuple(rank for rank in range(self.world) if rank not in sums)))
+            gathered.append(
+                GatheredInterval(interval, sums, tuple(rank for rank in range(self.world) if rank not in sums))
+            )
             self._absent = set(gathered[-1].missing)
         return gathered
 
-    def _name_missing(self, gathered: list[Gathered]) -> list[Gathered]:
+    def _name_missing(self, gathered: list[GatheredInterval]) -> list[GatheredInterval]:
         missing = {rank for one in gathered for rank in one.missing} - self._named_missing
         if missing:
             self._named_missing |= missing
@@ -429,10 +431,10 @@ class Sender(Side):
         self._queue.append((interval, sums))
         self._news.set()
 
-    def collect(self) -> list[Gathered]:
+    def collect(self) -> list[GatheredInterval]:
         return []
 
-    def close(self, timeout_s: float = _CLOSE_S) -> list[Gathered]:
+    def close(self, timeout_s: float = _CLOSE_S) -> list[GatheredInterval]:
         self._ends_at = time.monotonic() + timeout_s
         self._closing.set()
         self._news.set()

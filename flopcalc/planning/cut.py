@@ -319,20 +319,20 @@ def _halve(one: Held, other: Held) -> Held:
     return Held((one.dense + other.dense) // 2, (one.other + other.other) // 2)
 
 
-class Weights(NamedTuple):
+class PlaceWeights(NamedTuple):
     """Weights of a place in bytes and its trained parameters, dense and of experts."""
 
     held: Held = Held()
     trained: Held = Held()
 
 
-def sum_weights(parts: Sequence[Part]) -> dict[str, Weights]:
+def sum_weights(parts: Sequence[Part]) -> dict[str, PlaceWeights]:
     """first, layers (all of them) and last -> their weights."""
-    found = {"first": Weights(), "layers": Weights(), "last": Weights()}
+    found = {"first": PlaceWeights(), "layers": PlaceWeights(), "last": PlaceWeights()}
     for part in parts:
         name = "layers" if part.is_language else "last" if part.is_last else "first"
         at = found[name]
-        found[name] = Weights(_add(at.held, part.weights), _add(at.trained, part.trained))
+        found[name] = PlaceWeights(_add(at.held, part.weights), _add(at.trained, part.trained))
     return found
 
 

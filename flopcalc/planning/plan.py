@@ -14,7 +14,7 @@ from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.layout import DEGREES, check_fixed
-from flopcalc.planning.results import Plan, Planned
+from flopcalc.planning.results import Plan, PlannedLayout
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
 from flopcalc.prediction.choices import check_timed, describe_key_heads
@@ -138,7 +138,7 @@ def _search_batch(
 
 
 def _advise_batch(
-    best: Sequence[Planned],
+    best: Sequence[PlannedLayout],
     batch: int,
     tokens: int,
     fixed: Mapping[str, Sequence[int | str]],

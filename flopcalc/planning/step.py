@@ -22,8 +22,8 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.cut import (
+    PlaceWeights,
     Section,
-    Weights,
     cut_work,
     list_sections,
     locate,
@@ -37,7 +37,7 @@ from flopcalc.planning.cut import (
 )
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
-from flopcalc.planning.seconds import PARTS, Kinds, Overlaps, Shares, Spread, Step
+from flopcalc.planning.seconds import PARTS, DeviceTime, Kinds, LayoutSeconds, LayoutTime, Overlaps
 from flopcalc.prediction.choices import change, find_kernel, settle
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.joined import find_joined
@@ -88,7 +88,7 @@ EXPERT_ERROR = (0.25, 0.6)  # of a model of experts: uneven loads, small product
 SCAN_WIDTH = 2.0  # how many times wider where layers have scans or selections of keys
 
 
-class Runner:
+class LayoutTimer:
     """Times layouts of one model on one device and interconnect; what layouts share is timed once."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Runner:
         self.work = cache(self._make_work)
         self.tensors = cache(self._make_tensors)
         parts = self.tensors(1, "none", 1.0).parts
-        self.weights: Mapping[str, Weights] = sum_weights(parts)
+        self.weights: Mapping[str, PlaceWeights] = sum_weights(parts)
         self.trained = {kind.number: kind.trained for part in parts for kind in part.kinds}
         kinds = dict(zip(self.model.kinds, _list_named(estimator), strict=True))
         self.named = [kinds[number] for number in range(len(kinds))]  # kind -> path of its layers, names of their ops
@@ -242,7 +242,7 @@ class Runner:
     def _cut_work(self, cut: Layout) -> Work:
         return cut_work(self.work(cut.micro_batch, cut.recompute), cut, self.expert_imbalance)
 
-    def _time_shares(self, cut: Layout) -> Shares:
+    def _time_shares(self, cut: Layout) -> DeviceTime:
         """One micro-batch of the whole model."""
         work = self._cut(cut)
         clock = self._run_clock(cut, Section(self.model.layers), 1, 1.0)
@@ -265,7 +265,7 @@ class Runner:
         for (name, having), seconds in spent.items():
             if name in ways:
                 layers[having] = layers.get(having, 0.0) + seconds
-        return Shares(
+        return DeviceTime(
             clock, sums, means[0], means[1], means[2], attention, spent["first", ()], spent["last", ()], layers,
             clock.error("device"),
         )  # fmt: skip
@@ -328,7 +328,7 @@ class Runner:
         return self._run_clock(cut, section, batches, stepped).step_s()
 
     # --- a layout -----------------------------------------------------------------------------------------------------
-    def time(self, layout: Layout) -> Step:
+    def time(self, layout: Layout) -> LayoutSeconds:
         """One step of a layout that divides."""
         if layout.devices == 1:
             return self._time_alone(_find_cut(layout), self._count_batches(layout))
@@ -356,9 +356,9 @@ class Runner:
         parts["offload"] = batches * section.layers * copied
         uneven = SHARD_UNEVEN * log(layout.dp * layout.cp) if layout.zero == 3 else 0.0
         parts["overhead"] = (OVERHEAD + uneven) * sum(parts.values())
-        return Step(tuple(parts.values()), *self._find_errors(layer, parts))
+        return LayoutSeconds(tuple(parts.values()), *self._find_errors(layer, parts))
 
-    def _time_spread(self, layout: Layout) -> Spread:
+    def _time_spread(self, layout: Layout) -> LayoutTime:
         """What layouts that differ in ZeRO share."""
         cut, batches = _find_cut(layout), self._count_batches(layout)
         layer = self._shares(cut)
@@ -373,9 +373,9 @@ class Runner:
             (section, self._layers(cut, section.strip()), self._count_routing(section))
             for section in list_sections(self.model, layout.pp, layout.virtual)
         )
-        return Spread(cut, layer, batches, exchanged, self._expose_copies(layout, layer), tensor, sends, sections)
+        return LayoutTime(cut, layer, batches, exchanged, self._expose_copies(layout, layer), tensor, sends, sections)
 
-    def _expose_copies(self, layout: Layout, layer: Shares) -> float:
+    def _expose_copies(self, layout: Layout, layer: DeviceTime) -> float:
         """Seconds of a layer and micro-batch that copies of activations to the host and back show."""
         if layout.recompute != "offload":
             return 0.0
@@ -390,15 +390,15 @@ class Runner:
         """Layers of a section that hand tokens to experts."""
         return sum(section.kinds[kind] for kind in self.model.routed)
 
-    def _time_alone(self, cut: Layout, batches: int) -> Step:
+    def _time_alone(self, cut: Layout, batches: int) -> LayoutSeconds:
         """One device: what predict says of it."""
         section = list_sections(self.model)[0]
         parts = self._list_parts(cut, section, batches, 1.0)
         low, mid, high = self._run_clock(cut, section, batches, 1.0).interval()
-        return Step(tuple(parts[name] for name in PARTS), mid / low - 1, high / mid - 1)
+        return LayoutSeconds(tuple(parts[name] for name in PARTS), mid / low - 1, high / mid - 1)
 
     # --- what is exchanged --------------------------------------------------------------------------------------------
-    def _time_exchanges(self, layout: Layout, layer: Shares) -> tuple[float, float, float]:
+    def _time_exchanges(self, layout: Layout, layer: DeviceTime) -> tuple[float, float, float]:
         """Seconds of one layer's exchanges, one way: tensor and context (what shows of both) and expert parallel."""
         model, net = self.model, self.net
         rows = model.tokens * layout.micro_batch / layout.cp
@@ -430,7 +430,7 @@ class Runner:
                 experts += 2 * 2 * size / (SORTED * self.machine.bandwidth)
         return tensor, ring, experts
 
-    def _expose_routing(self, layout: Layout, layer: Shares, whole: float) -> float:
+    def _expose_routing(self, layout: Layout, layer: DeviceTime, whole: float) -> float:
         """Seconds that a layer's exchange of tokens, of a micro-batch and all passes, adds to the step.
 
         Another micro-batch's passes hide it where stages are interleaved or the step is replayed as a CUDA graph, but
@@ -454,7 +454,7 @@ class Runner:
         each = waiting.calls / sum(self.many[kind] for kind in self.model.routed)
         return shown - each * waiting.hide(shown / each)
 
-    def _time_shared(self, layer: Shares) -> float:
+    def _time_shared(self, layer: DeviceTime) -> float:
         """Seconds of one layer's shared experts, of a micro-batch and all passes."""
         layers = sum(self.many[kind] for kind in self.model.routed)
         own = [piece.seconds for piece in layer.clock.pieces if "shared" in piece.module and piece.kind == "products"]
@@ -504,7 +504,7 @@ class Runner:
         return self.tensors(1, "none", 1.0).gradient_bytes
 
     def _expose_shards(
-        self, layout: Layout, layer: Shares, gather: float, scatter: float, contention: float
+        self, layout: Layout, layer: DeviceTime, gather: float, scatter: float, contention: float
     ) -> float:  # fmt: skip
         """What of a layer's gathers and reductions is not hidden, and what hiding costs the products."""
         if layout.zero < 2:
@@ -545,7 +545,7 @@ class Runner:
         whole = sum(weights.trained.total for weights in self.weights.values())
         return (dense + experts) / whole if whole else 0.0
 
-    def _time_gradients(self, layout: Layout, section: Section, batches: int, layer: Shares) -> float:
+    def _time_gradients(self, layout: Layout, section: Section, batches: int, layer: DeviceTime) -> float:
         """Seconds of reducing gradients and gathering weights, those of ZeRO's layers aside, that nothing hides."""
         group = layout.dp * layout.cp
         if group == 1 and layout.expert_dp == 1:
@@ -578,7 +578,7 @@ class Runner:
         shown += max(alone * fetch, fetch - (1 - alone) * layers * layer.forward)
         return shown + CONTENTION * (reduce + fetch - shown)
 
-    def _find_errors(self, layer: Shares, parts: Mapping[str, float]) -> tuple[float, float]:
+    def _find_errors(self, layer: DeviceTime, parts: Mapping[str, float]) -> tuple[float, float]:
         """The relative errors to expect, below and above: the device's, the network's, and of many devices."""
         device = min(layer.error, self.most_error)
         exchanged = NETWORK_ERROR * sum(parts[name] for name in _EXCHANGES) / sum(parts.values())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.text_table import format_grid, wrap
-from flopcalc.hardware.tables import Table
+from flopcalc.hardware.tables import MeasuredTable
 
 
 def format_tables(shown: Sequence[Mapping[str, Any]]) -> str:
@@ -19,7 +19,7 @@ def format_tables(shown: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def format_table(found: Table) -> str:
+def format_table(found: MeasuredTable) -> str:
     """One table, with where it was measured and which rows failed."""
     about = found.provenance
     words = f"{about.get('device')}, torch {about.get('torch')}, suite {about.get('suite')}, {about.get('date')}"

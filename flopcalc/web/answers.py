@@ -11,7 +11,7 @@ from flopcalc.base.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.base.files import parse_json
 from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.base.vocabulary import CONVENTIONS
-from flopcalc.setup.counting import Counted, find_shares
+from flopcalc.setup.counting import SetupEstimate, find_shares
 from flopcalc.setup.setup import Setup
 from flopcalc.web.setups import Page, count_page, make_page_setup, read_page, write_lines
 
@@ -82,7 +82,7 @@ def _answer_flops(page: Page) -> Answer:
     }
 
 
-def _describe(setup: Setup, counted: Counted) -> Answer:
+def _describe(setup: Setup, counted: SetupEstimate) -> Answer:
     """What `flopcalc estimate --json` prints."""
     shown = counted.estimate.to_dict()
     mfu, hfu, notes = find_shares(counted.estimate, setup)
@@ -161,7 +161,7 @@ def _answer_translate(page: Page) -> Answer:
     }
 
 
-def _count_step(page: Page) -> tuple[Setup, Counted, dict[str, Any]]:
+def _count_step(page: Page) -> tuple[Setup, SetupEstimate, dict[str, Any]]:
     """A step on the chosen device, and how it runs."""
     from flopcalc.api import list_step_options
 

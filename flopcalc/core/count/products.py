@@ -10,7 +10,7 @@ from flopcalc.base.number_formats import PLAIN
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.model.ops import Embed, Linear, Op
 from flopcalc.core.recipe.formats import make_plain
-from flopcalc.core.recipe.numbers import PLAIN_NUMBERS, Numbers, find_sizes
+from flopcalc.core.recipe.numbers import PLAIN_NUMBERS, OpFormats, find_sizes
 from flopcalc.core.workload.sums import Sum
 
 Role = Literal[
@@ -91,7 +91,7 @@ class Row(Value):
     inactive: int = 0  # parameters of experts that one token does not reach
     trainable: int = 0
     trains_weight: bool = False  # its own weight gets a gradient, not its adapter's alone
-    numbers: Numbers = PLAIN_NUMBERS  # how its parameters are stored
+    numbers: OpFormats = PLAIN_NUMBERS  # how its parameters are stored
 
     def find(self, role: Role) -> Product | None:
         """Its product of a role, if it has one."""

@@ -211,7 +211,7 @@ class Estimator(Protocol):
 
 
 @runtime_checkable
-class Samples(Protocol):
+class SamplingEstimator(Protocol):
     """The estimator of a diffusion model."""
 
     def ask(self, asked: object) -> Estimate: ...

@@ -59,7 +59,7 @@ def is_gguf(path: str) -> bool:
 
 
 # --- the header -------------------------------------------------------------------------------------------------------
-class _Reader:
+class _GgufReader:
     """Reads little-endian values one after the other."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
@@ -109,7 +109,7 @@ class _Reader:
 def read_header(path: str) -> Header:
     """The metadata and the list of tensors; no weight is read."""
     with open_regular(path, ConfigError) as file:
-        reader = _Reader(file, path)
+        reader = _GgufReader(file, path)
         if reader.take(4) != MAGIC:
             raise ConfigError(f"{path}: not a GGUF file")
         version = reader.number("I")

@@ -175,14 +175,14 @@ def read_labels(config: dict[str, object], where: str) -> int:
 
 
 # --- its stages -------------------------------------------------------------------------------------------------------
-class Headed(NamedTuple):
+class ModelWithHead(NamedTuple):
     """A model with another head than its spec's: its stages, and what the module that holds the body is called."""
 
     stages: tuple[Stage, ...]
     renamed: tuple[str, str]  # in the spec, and here
 
 
-def expand_head(dims: BoundDims, head: Head) -> Headed:
+def expand_head(dims: BoundDims, head: Head) -> ModelWithHead:
     """The body of a model under another class's names, and that class's head."""
     table = _find_table(dims.spec, head)
     settings = {name: dims.evaluate(text) for name, text in table.get("set", {}).items()}
@@ -215,7 +215,7 @@ def expand_head(dims: BoundDims, head: Head) -> Headed:
         added = [_set_adapted(stage, table.get("saved", SAVED)) for stage in added]
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, which its head {head} needs") from None
-    return Headed(tuple(body + added), ("", within) if within is not None else (prefix, base))
+    return ModelWithHead(tuple(body + added), ("", within) if within is not None else (prefix, base))
 
 
 def _find_table(spec: Spec, head: Head) -> dict[str, Any]:

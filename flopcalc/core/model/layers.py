@@ -30,7 +30,7 @@ from flopcalc.core.spec.merge import Table, rename_path
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import HEAD_PARTS, SPANS, WORDS, BoundDims, find_block_part, keeps_keys
 from flopcalc.core.workload.sums import (
-    Cached,
+    CachedKeys,
     Calls,
     Either,
     Expression,
@@ -38,7 +38,7 @@ from flopcalc.core.workload.sums import (
     Images,
     InDecoder,
     Logits,
-    Merged,
+    MergedPatches,
     Minus,
     Pairs,
     Patches,
@@ -373,7 +373,7 @@ class LayerBuilder:
         if ":" in rows:
             return self._expression(rows)
         if rows == "merged":
-            return Merged(find_size(self.dims, "merge", "merge", 1) ** 2)
+            return MergedPatches(find_size(self.dims, "merge", "merge", 1) ** 2)
         return self._sided(_ROWS[rows])
 
     def _sided(self, rows: Sum) -> Sum:
@@ -389,12 +389,12 @@ class LayerBuilder:
 _ROWS: dict[str, Sum] = {
     "tokens": Tokens(),
     "logits": Logits(),
-    "cached": Cached(),
+    "cached": CachedKeys(),
     "patches": Patches(),
     "images": Images(),
     "tiles": Tiles(),
 }
-_SIDED = (Tokens, Logits, Cached, Pairs, Calls)  # sums that a decoder has of its own
+_SIDED = (Tokens, Logits, CachedKeys, Pairs, Calls)  # sums that a decoder has of its own
 # transformers 5.22: masking_utils.py, create_causal_mask: the key makes a decoder's attention bidirectional.
 _BOTH_WAYS = "has(is_causal) and not is_causal"
 _SHOWS = "has(image_block) and image_block > 0"  # tokens of an image see one another both ways

@@ -23,7 +23,7 @@ class MissingNameError(FlopcalcError):
         self.name = name
 
 
-class Scope(Protocol):
+class NameScope(Protocol):
     def lookup(self, name: str) -> Any:
         """The value of a (dotted) name, or MissingNameError."""
 
@@ -98,12 +98,12 @@ def find_names(text: str) -> frozenset[str]:
     return frozenset(_names(parse(text)))
 
 
-def evaluate_truth(text: str, scope: Scope) -> bool:
+def evaluate_truth(text: str, scope: NameScope) -> bool:
     """The value of an expression that must be true or false (null counts as false)."""
     return _truth(evaluate(text, scope), text)
 
 
-def evaluate(text: str, scope: Scope) -> Any:
+def evaluate(text: str, scope: NameScope) -> Any:
     """The value of an expression: int, bool, str, list or None; a division that leaves a rest stays a Fraction."""
     try:
         return _eval(parse(text), scope, text)
@@ -360,7 +360,7 @@ def _as_object(value: object) -> Any:
     return Object(value) if type(value) is dict else value
 
 
-def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
+def _eval(node: ast.expr, scope: NameScope, text: str) -> Any:
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = _dotted(node)
         if name in _CONSTANTS:
@@ -428,7 +428,7 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
     return value
 
 
-def _spend(scope: Scope, *values: object) -> None:
+def _spend(scope: NameScope, *values: object) -> None:
     """Charge the scope's budget, where it has one, for lists that were read or made."""
     entries = sum(len(value) for value in values if isinstance(value, (list, tuple, str)))
     budget: Budget | None = getattr(scope, "budget", None)
@@ -448,7 +448,7 @@ def _count_entries(value: object, most: int) -> int:
     return count
 
 
-def _has(node: ast.Call, scope: Scope, text: str) -> bool:
+def _has(node: ast.Call, scope: NameScope, text: str) -> bool:
     if len(node.args) != 1:
         raise SpecError(f"{text!r}: has() takes one name")
     try:

@@ -128,7 +128,7 @@ class Logits(Sum):
         return load.rows * min(keep, load.seq)
 
 
-class Cached(Sum):
+class CachedKeys(Sum):
     """Positions whose keys HF's code forms anew at every call, from a cache of something else."""
 
     __slots__ = ()
@@ -197,7 +197,7 @@ class Patches(Sum):
 
 
 @frozen()
-class Merged(Sum):
+class MergedPatches(Sum):
     """Patches after `area` of them were merged into one."""
 
     words: ClassVar[str] = "merged patches"
@@ -326,7 +326,7 @@ class Minus(Sum):
 
 
 @frozen()
-class Needed(Sum):
+class NeededSum(Sum):
     """A sum that counts under `model` alone: HF executes another product there."""
 
     inner: Sum
@@ -339,7 +339,7 @@ class Needed(Sum):
 
 
 @frozen()
-class Executed(Sum):
+class ExecutedSum(Sum):
     """A sum that counts wherever HF's code is counted, not under `model`."""
 
     inner: Sum

@@ -17,13 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import bmm_flop, flop_registry, mm_flop
 
-__all__ = ["FORMULAS", "NOT_PRODUCTS", "Counted", "count_flops", "watch_modules"]
+__all__ = ["FORMULAS", "NOT_PRODUCTS", "OperatorCount", "count_flops", "watch_modules"]
 
 Formula = Callable[[tuple[Any, ...], Mapping[str, Any], Any], int]
 
 
 @dataclass(frozen=True)
-class Counted:
+class OperatorCount:
     """What one step executed."""
 
     forward: int
@@ -328,7 +328,7 @@ def watch_modules(
             handle.remove()
 
 
-def count_flops(model: torch.nn.Module, step: Callable[[], object]) -> Counted:
+def count_flops(model: torch.nn.Module, step: Callable[[], object]) -> OperatorCount:
     """Run step() — a forward pass of `model`, or forward and backward — and count its matrix products."""
     counting = _Counting()
     start = time.perf_counter()
@@ -341,7 +341,7 @@ def count_flops(model: torch.nn.Module, step: Callable[[], object]) -> Counted:
         step()
     seconds = time.perf_counter() - start
     rows = {path: (f, b, r) for path, (f, b, r) in sorted(counting.rows.items())}
-    return Counted(
+    return OperatorCount(
         forward=sum(row[0] for row in rows.values()),
         backward=sum(row[1] for row in rows.values()),
         recompute=sum(row[2] for row in rows.values()),

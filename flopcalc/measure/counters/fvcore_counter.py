@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flopcalc.base.vocabulary import Phase
-from flopcalc.measure.counters.witnessed import Witnessed, ready_step
+from flopcalc.measure.counters.witnessed import WitnessCount, ready_step
 
 # What fvcore counts that is a matrix product. Its figures for norms and resizing are not model FLOPs, nor are they
 # multiply-accumulates, so they are left out.
@@ -30,7 +30,7 @@ class _Positional(torch.nn.Module):
         return self.model(**inputs, use_cache=False, return_dict=False)[0]
 
 
-def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> Witnessed:
+def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> WitnessCount:
     """fvcore traces a forward pass: for a training step it reports the forward part."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing it calls a deprecated part of torch
@@ -55,7 +55,7 @@ def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> Witnessed:
     reasons = ["forward only"] if phase == "train" else []
     if unused:
         reasons.append(f"its trace drops work whose result nobody reads: {', '.join(unused)}")
-    return Witnessed(
+    return WitnessCount(
         "fvcore", sum(products.values()), products, dict(sorted(skipped.items())), time.perf_counter() - start,
         "; ".join(reasons) or None,
     )  # fmt: skip

@@ -14,7 +14,7 @@ PHASES = ("train", "forward")
 
 
 @dataclass(frozen=True)
-class Witnessed:
+class WitnessCount:
     """What one witness says of one step."""
 
     witness: str
@@ -31,8 +31,8 @@ class Witnessed:
         return self.total if self.corrected is None else self.corrected
 
 
-def unavailable(witness: str, reason: str, seconds: float = 0.0) -> Witnessed:
-    return Witnessed(witness, None, {}, {}, seconds, " ".join(reason.split()))
+def unavailable(witness: str, reason: str, seconds: float = 0.0) -> WitnessCount:
+    return WitnessCount(witness, None, {}, {}, seconds, " ".join(reason.split()))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import load_config
-from flopcalc.measure.counters.flop_counter import Counted, count_flops
+from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from flopcalc.measure.hf.compare import Verdict, compare
 from flopcalc.measure.hf.examples import Example, Json, find_example, make_inputs, takes
 from flopcalc.measure.hf.kernels import install
@@ -25,7 +25,7 @@ __all__ = ["Trace", "build", "prepare", "make_step", "trace", "verify"]
 class Trace:
     """What one step of a HF model executed, and its parameters."""
 
-    counted: Counted
+    counted: OperatorCount
     total: int
     trainable: int
 

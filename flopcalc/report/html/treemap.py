@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
     value: int
 
 
-class Tile(NamedTuple):
+class TreemapTile(NamedTuple):
     """A leaf with its place; `group` numbers the part of the model that it belongs to."""
 
     leaf: Leaf
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     box: Box
 
 
-class Group(NamedTuple):
+class TreemapGroup(NamedTuple):
     """A part of the model: its path, the sum of its leaves, and its place."""
 
     path: str
@@ -136,22 +136,22 @@ def _fill_strip(areas: Sequence[float], covered: float, box: Box) -> tuple[list[
     return boxes, Box(box.x, y + thickness, width, max(height - thickness, 1e-9))
 
 
-def arrange(leaves: Sequence[Leaf], box: Box) -> tuple[list[Group], list[Tile]]:
+def arrange(leaves: Sequence[Leaf], box: Box) -> tuple[list[TreemapGroup], list[TreemapTile]]:
     """Every leaf's place in a box, and the groups that they lie in."""
     nodes = find_groups(build_tree(leaves))
     places = squarify([node.value for node in nodes], box)
     groups, tiles = [], []
     for at, (node, place) in enumerate(zip(nodes, places, strict=True)):
-        groups.append(Group(node.path, node.value, place))
+        groups.append(TreemapGroup(node.path, node.value, place))
         tiles += _place(node, node.path.rpartition(".")[0], at, place)
     return groups, tiles
 
 
-def _place(node: Node, above: str, group: int, box: Box) -> list[Tile]:
+def _place(node: Node, above: str, group: int, box: Box) -> list[TreemapTile]:
     parts = node.list_parts()
     if not parts:
         assert node.leaf is not None  # only leaves have no parts
-        return [Tile(node.leaf, node.leaf.path.removeprefix(f"{above}."), group, box)]
+        return [TreemapTile(node.leaf, node.leaf.path.removeprefix(f"{above}."), group, box)]
     tiles = []
     for part, place in zip(parts, squarify([part.value for part in parts], box), strict=True):
         tiles += _place(part, above if part.path == node.path else node.path, group, place)
