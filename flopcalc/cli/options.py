@@ -34,7 +34,7 @@ def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 
 def complete_quoted(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from flopcalc.core.estimate.quoted import load_quoted
+    from flopcalc.core.estimate.published_conventions import load_quoted
 
     return [name for name in load_quoted().conventions if name.startswith(incomplete.lower())]
 

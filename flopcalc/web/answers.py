@@ -115,7 +115,7 @@ def _answer_explain(page: Page, op: str) -> Answer:
 
 def _answer_conventions(page: Page) -> Answer:
     """Components under the three conventions, and totals under those that people quote."""
-    from flopcalc.core.estimate.quoted import load_quoted
+    from flopcalc.core.estimate.published_conventions import load_quoted
 
     _, counted = count_page(page)
     parts: dict[str, dict[str, int]] = {}

@@ -12,7 +12,7 @@ from flopcalc.base.data import find_data_file, get_stem, list_data_files
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.vocabulary import PHASES
-from flopcalc.core.spec.derived import find_derived
+from flopcalc.core.spec.computed_keys import find_computed
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
 from flopcalc.core.spec.merge import ROW_KEYS, Table, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
@@ -501,7 +501,7 @@ class BoundDims:
         else:
             value = self._find_inner_default(name)
             value = self.defaults.get(name) if value is None else value
-        if value is None and (derive := find_derived(name)) is not None:
+        if value is None and (derive := find_computed(name)) is not None:
             value = self._fixed[name] = derive(self.lookup)
         if value is None:
             raise MissingNameError(name)

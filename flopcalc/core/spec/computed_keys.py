@@ -63,13 +63,13 @@ def _list_ngram_tables(lookup: Lookup) -> list[int]:
     return [sum(primes[heads * i : heads * (i + 1)]) for i in range(tables + 1)]
 
 
-def find_derived(name: str) -> Callable[[Lookup], Any] | None:
+def find_computed(name: str) -> Callable[[Lookup], Any] | None:
     """What computes the value of this name; None: nothing does."""
     if name == "ngram_table_rows":
         return _list_ngram_tables
     if not name.endswith("_blocks"):
         return None
-    from flopcalc.core.spec.convnets import CONVNETS  # lazily: few models are networks of such blocks
-    from flopcalc.core.spec.networks import NETWORKS
+    from flopcalc.core.spec.conv_blocks import CONVNETS  # lazily: few models are networks of such blocks
+    from flopcalc.core.spec.diffusers_blocks import NETWORKS
 
     return {**NETWORKS, **CONVNETS}.get(name)
