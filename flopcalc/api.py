@@ -126,7 +126,7 @@ _QUOTED = ("from_", "mfu", "tflops", "tokens_per_second", "gpus", "device", "dty
 
 def translate_counted(counted: SetupEstimate, setup: Setup) -> Translation:
     """As `translate`, of what was counted."""
-    from flopcalc.core.estimate.translation import translate_estimate  # few ask for it, and start-up is counted
+    from flopcalc.core.estimate.translation import translate_estimate  # imported lazily: few calls need it
 
     place, compute = setup.place, setup.formats.compute
     found = translate_estimate(

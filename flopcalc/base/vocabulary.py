@@ -61,7 +61,7 @@ EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 By = Literal["component", "module", "kind", "dtype"]
 BY: tuple[By, ...] = get_args(By)
 
-# Formats that a device's peak can be of; fp4 is the peak that nvfp4 and mxfp4 share, whichever of them it has.
+# Formats that a device can have a peak for; fp4 is the peak that nvfp4 and mxfp4 share.
 # model_specs/formats.toml says the rest about each.
 Dtype = Literal[
     "bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "mxfp8", "fp6", "fp4", "nvfp4", "mxfp4", "int8", "int4"
@@ -102,7 +102,7 @@ def check_flag(value: object, what: str) -> bool:
 
 def check_keywords(given: Collection[str], call: Callable[..., object], name: str, error: type[FlopcalcError]) -> None:
     """An error of `name`, which hands keywords on to `call`: for one that is not known, and for those that lack."""
-    from inspect import Parameter, signature  # few need it, and start-up is counted
+    from inspect import Parameter, signature  # imported lazily: few calls need it
 
     _, *taken = signature(call).parameters.values()  # the first is the model, which the caller gives itself
     known = [each.name for each in taken]

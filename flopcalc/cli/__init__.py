@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> int:
     """Run a command; its exit code. Click's own main() would end with 1 where a reader went away."""
-    if "_FLOPCALC_COMPLETE" in os.environ:  # a shell asks what could stand here
+    if "_FLOPCALC_COMPLETE" in os.environ:  # a shell asks for completions
         _group.main(args=arguments, prog_name="flopcalc")
     try:
         with _group.make_context("flopcalc", list(arguments)) as context:
@@ -109,6 +109,6 @@ def _fail(message: str) -> None:
     line = " ".join(message.split())
     try:
         click.echo(f"flopcalc: {line}", err=True)
-    except OSError:  # nobody is left to be told
+    except OSError:  # nobody is left to read a message
         drop_output()
     sys.exit(2)

@@ -32,7 +32,7 @@ class EstimateResult(Value):
     mfu: Utilization | None
     hfu: Utilization | None
     run: Run | None
-    notes: list[str]  # beside the estimate's own
+    notes: list[str]  # besides the estimate's own
     launch: dict[str, Any] | None = None  # what launch files said
 
     def to_dict(self, by: str | None, depth: int | None) -> dict[str, Any]:

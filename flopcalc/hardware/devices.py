@@ -172,7 +172,7 @@ _NUMBERED = ("rtx", "mi", "tpuv", "gaudi", "trainium")  # families whose generat
 
 
 def _name_family(name: str) -> tuple[str, str]:
-    """'h200-sxm' -> ('h', ''), 'rtx-4090' -> ('rtx', '4'): the letters, and the digit that tells the generation."""
+    """'h200-sxm' -> ('h', ''), 'rtx-4090' -> ('rtx', '4'): the letters, and the digit of the generation."""
     match = re.match(r"([a-z]*)(\d?)", _plain(name))
     assert match is not None  # it matches anything
     return match[1], match[2] if match[1] in _NUMBERED else ""

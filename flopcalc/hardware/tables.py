@@ -119,7 +119,7 @@ class MeasuredTable(NamedTuple):
 
 # --- where tables lie -------------------------------------------------------------------------------------------------
 def list_tables() -> dict[str, dict[str, str]]:
-    """Device id -> table -> file, of all tables; the user's own stand in place of the shipped."""
+    """Device id -> table -> file, of all tables; the user's own replace the shipped ones."""
     found: dict[str, dict[str, str]] = {}
     for root in (find_data_dir(), find_user_dir()):
         base = os.path.join(root, FOLDER)
@@ -299,7 +299,7 @@ def save_table(
 def _arrange(
     columns: Sequence[str], records: Iterable[Mapping[str, object]], failures: Iterable[Mapping[str, object]]
 ) -> tuple[list[list[Any]], list[Mapping[str, Any]]]:
-    """Rows and failures in the order in which they stand in a file."""
+    """Rows and failures in the order of the file."""
     rows = sorted(([record.get(column) for column in columns] for record in records), key=_sort_key)
     return rows, sorted(failures, key=lambda failure: str(failure.get("row")))
 

@@ -45,7 +45,7 @@ GRADIENTS: dict[tuple[int, int], int] = {
     )},
 }  # fmt: skip
 _GROUPED = 256  # rows and columns of the grouped product's tiles
-_FEW, _FEW_TILE = 128, 128  # up to so many rows an expert, the tiles are smaller
+_FEW, _FEW_TILE = 128, 128  # with at most _FEW rows per expert, the tiles are smaller
 _SPREAD = 0.4  # of rows an expert, over their mean: routers that routing.py does not know, and times of steps
 _BLOCK = 128  # of attention, in both sides
 UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as the measured one between 64 and 128 is
@@ -170,7 +170,7 @@ def count_steps(mean: float, size: int) -> float:
 
 
 def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[ProductDirection, int]:
-    """Executed FLOPs of a grouped product whose rows fill so many in tiles of a side, and so many as depth."""
+    """Executed FLOPs of a grouped product: `rows` padded to tiles of a side, `deep` padded as the depth."""
     return {
         "forward": round(2 * rows * pad(n, side) * pad(k, _DEPTH)),
         "dgrad": round(2 * rows * pad(k, side) * pad(n, _DEPTH)),

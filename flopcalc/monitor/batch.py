@@ -52,7 +52,7 @@ class Fetcher(Protocol):
 
 
 class TensorShape:
-    """Stands for a tensor of which only the shape counts."""
+    """Replaces a tensor of which only the shape counts."""
 
     __slots__ = ("shape",)
 
@@ -75,7 +75,7 @@ class LabelHead(NamedTuple):
     """A head that is given labels, and forms logits where it wants to."""
 
     labels: Any
-    is_shifted: bool  # each label stands where its logits are formed
+    is_shifted: bool  # each label is at the position whose logits predict it
     is_compact: bool  # logits are formed where there are labels alone
 
 
@@ -152,7 +152,7 @@ class Intake:
         return _new(Snapshot, (tuple(key), values, head))
 
     def classify(self, batch: Mapping[str, object]) -> Hashable:
-        """The workload class, which a measured factor holds for: the length's power of two, and what is beside text."""
+        """The workload class that a measured factor holds for: the length's power of two, and inputs besides text."""
         sizes = (getattr(batch.get("input_ids"), "shape", None), *batch)
         kind = self._kinds.get(sizes)
         if kind is None:
@@ -164,7 +164,7 @@ class Intake:
         return kind
 
     def is_told_by(self, sizes: Hashable) -> bool:
-        """Whether these sizes alone, the shape of the text and the names of a batch, tell its workload class."""
+        """Whether these sizes alone, the shape of the text and the names of a batch, determine its workload class."""
         return sizes in self._kinds
 
     def _classify(self, batch: Mapping[str, object]) -> Hashable:
@@ -328,7 +328,7 @@ def _cut_labels(head: LabelHead) -> Any:
 def _count_head(estimator: Estimator, load: Workload, convention: Convention, head: LabelHead) -> dict[str, Flops]:
     """FLOPs where the head forms as many logits as it needs (model), or as it does (full, hardware).
 
-    FLOPs are linear in the logits, so two counts tell what one of them costs.
+    FLOPs are linear in the logits, so two counts show what one of them costs.
     """
     labels = _cut_labels(head)
     needed = int((labels != _IGNORED).sum())

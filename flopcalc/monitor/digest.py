@@ -44,7 +44,7 @@ _NO_BATCH = (
 
 
 class StepWorker:
-    """Everything that may take its time; `digest` is called by a worker, and by whoever asks for metrics."""
+    """All slow work on steps; a worker thread calls `digest`, and so does a caller who asks for metrics."""
 
     def __init__(
         self, settings: Settings, output_dir: str, log_file: str | None, messages: Messages, clock: Callable[[], int]

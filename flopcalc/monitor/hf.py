@@ -1,4 +1,4 @@
-"""Events of a Hugging Face Trainer go in; a TrainingMonitor is driven, and its rates stand in the Trainer's logs."""
+"""Events of a Hugging Face Trainer go in; they drive a TrainingMonitor, and the Trainer's logs show its rates."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
 
 
 def _find_trainer() -> Any:
-    """The Trainer that calls: it alone knows models beside the one that trains; None if nobody can be found."""
+    """The Trainer that calls: only it knows models besides the one that trains; None if it cannot be found."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -155,7 +155,7 @@ def _name_autocast(args: TrainingArguments) -> str:
 
 
 def _find_shares(args: TrainingArguments) -> dict[str, int]:
-    """How many ranks work on one sequence; under context parallelism a mesh of the weights does not tell."""
+    """How many ranks work on one sequence; under context parallelism a mesh of the weights does not show it."""
     layout = getattr(args, "parallelism_config", None)
     if layout is None:
         return {}

@@ -274,7 +274,7 @@ def _name_entry(value: object) -> Any:
 
 
 def _move_batch(batch: Mapping[str, object], made: Any) -> dict[str, Any]:
-    """Floats beside a copy, integers on the host; what is known by its shape alone gets values where any will do."""
+    """Floats on the copy's device, integers on the host; a tensor known only by its shape gets arbitrary values."""
     import torch
 
     def move(value: Any) -> Any:

@@ -60,7 +60,7 @@ class MeasuredModule:
             self._say(f"{name} cannot be counted: {error}", f"copy of {name}")
             return
         known = [each for each in self._flops if isinstance(each, tuple) and each[0] == "train"]
-        is_plain = not counted.recomputed  # a trace does not tell what is computed again
+        is_plain = not counted.recomputed  # a trace does not show what is recomputed
         if phase == "train" and is_plain and len(known) > 1 and not self._is_tried:
             self._is_tried = True
             self._try_trace(batch, key)

@@ -55,7 +55,7 @@ class Peaks:
 
 
 class Pass(NamedTuple):
-    """Forward passes of one kind in a step, beside those that train."""
+    """Forward passes of one kind in a step, other than those that train."""
 
     name: str
     model: Formats | None  # FLOPs by number format; None: not known

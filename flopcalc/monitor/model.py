@@ -73,7 +73,7 @@ class WatchedModel:
         self._adapted = next(layers, None)
 
     def is_told_by(self, sizes: Hashable) -> bool:
-        """Whether these sizes of a batch alone tell its workload class."""
+        """Whether these sizes of a batch alone determine its workload class."""
         return self.intake is not None and self.intake.is_told_by(sizes)
 
     def name_inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class WatchedModel:
             self.bind()
 
     def settle_peak(self) -> None:
-        """The first step is over: where nobody saw inside the model by now, its weights alone tell."""
+        """The first step is over: if nothing was seen inside the model by now, only its weights are used."""
         if self.live is None:
             own = self.intake.estimator.formats.attention if self.intake is not None and self.has_formula else "bf16"
             self._meter.peak = self._meter.peaks.find(self._settings.dtype or own)

@@ -2,7 +2,7 @@
 
 Four sources. `estimate` measures nothing. `profiler` counts some steps with torch.profiler. `smart` measures a step of
 each workload class now and then: with the GPU's own counters where they can be read, else with the operator counter on
-a copy that takes no memory. `hybrid` samples the GPU's counters, with NVML's gauge beside; the profiler stands in for
+a copy that takes no memory. `hybrid` samples the GPU's counters, and reads NVML's gauge; the profiler replaces
 them. All methods but wants() cost nothing unless a step is measured, and none leaves an instrument open.
 """
 
@@ -99,7 +99,7 @@ class FactorSource:
         return _ESTIMATE
 
     def absolute(self, kind: Hashable) -> int | None:
-        """FLOPs of a step of this workload class as last measured: what stands in where there is no analytic count."""
+        """FLOPs of a step of this workload class as last measured: used if there is no analytic count."""
         return self._absolute.get(kind)
 
     def gauge(self) -> dict[str, float]:
@@ -189,7 +189,7 @@ class _MeasuringSource(FactorSource):
 
 
 class ProfilerSource(_MeasuringSource):
-    """Every so many steps one under torch.profiler; between them the last factor."""
+    """One step in N under torch.profiler; between them the last factor."""
 
     name = "profiler"
 

@@ -55,7 +55,7 @@ def _count_prompt(seen: SeenPass, intake: Intake) -> BatchWork:
 
 
 def _find_lengths(seen: SeenPass, rows: int) -> list[int]:
-    """How many of the tokens each row needs: after its end it is fed on beside the others."""
+    """How many of the tokens each row needs: after its end it runs on with the others."""
     lengths = [seen.new] * rows
     if seen.ends and len(seen.fed) == seen.new:
         for at, tokens in enumerate(seen.fed):

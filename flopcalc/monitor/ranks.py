@@ -30,7 +30,7 @@ from flopcalc.monitor.messages import Say
 _KEY = "flopcalc/side"  # in the default group's store: where rank 0 listens
 _TAKEN = b"k"  # the answer to a line that was read and kept
 _LINE_BYTES = 65_536  # no line of ours is that long
-_INTERVALS = 256  # a rank that cannot send keeps so many, the newest; rank 0 keeps so many open
+_INTERVALS = 256  # the most that a rank that cannot send keeps, the newest ones; the most that rank 0 keeps open
 _KEPT_LINKS, _MOST_LINKS = 128, 256  # of more ranks than that each connects anew: file descriptors are training's
 _ANSWER_S = 5.0  # for a connection or an answer, before another try
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0  # between tries
@@ -126,7 +126,7 @@ def combine(gathered: GatheredInterval, world: int, straggler_factor: float = 1.
     wall_s, device_s, model_flops = per_step("wall_s"), per_step("device_s"), per_step("model_flops")
     train_s = {rank: time_s - sums[rank].other_s / sums[rank].steps for rank, time_s in wall_s.items()}
     peaks = {rank: one.peak_flops_per_s for rank, one in sums.items()}
-    # In a synchronous step the ranks wait for each other on the host, so the device's own time tells more.
+    # In a synchronous step the ranks wait for each other on the host, so the device's own time says more.
     times = wall_s if _unknown(device_s) else device_s
     known = {} if _unknown(times) else times
     limit = straggler_factor * _median(known)
@@ -247,7 +247,7 @@ class Side(ABC):
 
 
 class Listener(Side):
-    """Rank 0's end: hears all others."""
+    """Rank 0's end: receives from all others."""
 
     def __init__(self, rank: int, world: int, store: Store, say: Say, timeout_s: float, group: object) -> None:
         super().__init__(rank, world, store, say, timeout_s, group)

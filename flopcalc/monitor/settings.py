@@ -34,7 +34,7 @@ DEFAULT_FREQ: int = _DefaultFreq(500)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a monitor works; every field is checked, whoever builds it."""
+    """How a monitor works; every field is checked."""
 
     mode: str = "smart"
     flops_profile_freq: int = DEFAULT_FREQ
@@ -98,7 +98,7 @@ def load_settings(
     config: Mapping[str, object] | str | os.PathLike[str] | Settings | None = None,
     flops_profile_freq: int = DEFAULT_FREQ,
 ) -> tuple[Settings, list[str]]:
-    """Settings, and what a user should hear: frequencies that disagree. Raises ConfigError for what cannot be right."""
+    """Settings, and warnings for the user: frequencies that disagree. Raises ConfigError for what cannot be right."""
     argument = _check("flops_profile_freq", flops_profile_freq, "flops_profile_freq")
     frequencies = [] if isinstance(argument, _DefaultFreq) else [("the constructor's flops_profile_freq", argument)]
     if isinstance(config, Settings):

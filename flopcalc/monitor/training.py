@@ -33,7 +33,7 @@ _POLL_S = 0.25  # the worker looks this often
 _MARK_NS, _MARK_STEPS = 8_000_000_000, 64  # how often a step is marked on the device, and the device is asked
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _COUNT_S = 5.0  # nor for what is to be counted
-_JOIN_S = 1.0  # and for a thread that was told to end
+_JOIN_S = 1.0  # and for a thread that was asked to end
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
 _at_exit: Callable[..., Any] = getattr(threading, "_register_atexit", atexit.register)
@@ -258,7 +258,7 @@ class TrainingMonitor(PassCalls):
         return dict(self._digester.metrics)
 
     def say(self, message: str, once: str | None = None) -> None:
-        """One warning, however often it happens; it also stands in the log."""
+        """One warning, however often it happens; the log has it too."""
         if not self._is_copy():
             self._messages.say(message, once)
 

@@ -43,7 +43,7 @@ _NEEDED = {
 
 
 def plan_setup(setup: Setup) -> Plan:
-    """The plan of a training run: what a Setup asks, beside its model and one sample, is read here."""
+    """The plan of a training run, from a Setup, its bound model and one sample."""
     tokens, device, gpus = setup.get("tokens"), setup.place.device, setup.place.gpus
     for name, value in (("tokens", tokens), ("device", device), ("gpus", gpus)):
         if value is None:
@@ -146,7 +146,7 @@ def _advise_batch(
 ) -> list[str]:
     """A note where the batch that was taken for want of one decides the plan: the smallest that no longer does.
 
-    Tries doubled batches among layouts like the best ones: same degrees but for replicas, stages and their chunks.
+    Tries doubled batches among layouts like the best ones: same degrees except replicas, stages and their chunks.
     """
     alike = {name: tuple(dict.fromkeys(getattr(planned.layout, name) for planned in best)) for name in _ALIKE}
     narrowed = {**alike, **fixed}

@@ -31,7 +31,7 @@ def _list_bytes(memory: Memory) -> dict[str, int]:
 
 
 def find_usable(device: Device, gpus: int) -> int:
-    """Bytes of a device that tensors can fill, beside the buffers of a run on several."""
+    """Bytes of a device that tensors can fill, without the buffers of a run on several."""
     return find_capacity(device) - (BUFFER_BYTES if gpus > 1 else 0)
 
 

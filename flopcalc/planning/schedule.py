@@ -85,7 +85,7 @@ def run_schedule(layout: Layout, batches: int, forward_s: float, backward_s: flo
 
 
 def list_events(planned: PlannedLayout, batches: int) -> Iterator[StageEvent]:
-    """The events of one replica's pipeline, rank by rank in time; the first rank of each stage stands for its group."""
+    """The events of one replica's pipeline, rank by rank in time; the first rank of each stage represents its group."""
     layout, parts = planned.layout, dict(zip(PARTS, planned.step.parts, strict=True))
     if 4 * layout.pp * layout.virtual * batches > MOST_EVENTS:
         raise WorkloadError(

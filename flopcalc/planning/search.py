@@ -191,7 +191,7 @@ def _search(
     skipped: dict[str, int] = {}
     problems: dict[str, str] = {}
     whole = 0
-    if progress is not None:  # a listing alone is quick, and tells how many there are
+    if progress is not None:  # a listing alone is quick, and shows how many there are
         whole = sum(1 for _ in list_layouts(model, gpus, global_batch, runner.net.per_node, fixed))
     for number, layout in enumerate(list_layouts(model, gpus, global_batch, runner.net.per_node, fixed)):
         if progress is not None and number % _TOLD_EVERY == 0:
@@ -347,7 +347,7 @@ def _name_evidence(runner: LayoutTimer) -> str:
 
 
 def _list_assumed(runner: LayoutTimer) -> list[str]:
-    """What a step's time assumes beside measured and published times."""
+    """What a step's time assumes besides measured and published times."""
     assumed = [_ASSUMED[runner.execution]]
     has_experts = runner.model.experts > 1
     if has_experts and runner.waits_at_experts:

@@ -67,7 +67,7 @@ class DeviceTime(NamedTuple):
 
 
 class LayoutTime(NamedTuple):
-    """A layout's step before ZeRO: seconds of one layer and micro-batch, but for `sends`."""
+    """A layout's step before ZeRO: seconds of one layer and micro-batch, except `sends`."""
 
     cut: Layout
     layer: DeviceTime

@@ -391,7 +391,7 @@ class LayoutTimer:
         return sum(section.kinds[kind] for kind in self.model.routed)
 
     def _time_alone(self, cut: Layout, batches: int) -> LayoutSeconds:
-        """One device: what predict says of it."""
+        """One device: the same as predict."""
         section = list_sections(self.model)[0]
         parts = self._list_parts(cut, section, batches, 1.0)
         low, mid, high = self._run_clock(cut, section, batches, 1.0).interval()
@@ -435,7 +435,7 @@ class LayoutTimer:
 
         Another micro-batch's passes hide it where stages are interleaved or the step is replayed as a CUDA graph, but
         not where layers are recomputed (Megatron-Core's checks of overlap_moe_expert_parallel_comm) or select keys
-        (Megatron-Bridge's deepseek_v4.py). With ZeRO 3 shared experts run beside it (NeMo Automodel's MoE.forward,
+        (Megatron-Bridge's deepseek_v4.py). With ZeRO 3 shared experts run with it (NeMo Automodel's MoE.forward,
         torchtitan's). What the device waits for its host hides it too.
         """
         if not whole:

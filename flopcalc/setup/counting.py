@@ -40,7 +40,7 @@ def refuse_trace(*_: object) -> TracedModel:
 
 
 class SetupEstimate(NamedTuple):
-    """An Estimate, and notes on what was assumed beside the estimate's own."""
+    """An Estimate, and notes on what was assumed, besides the estimate's own."""
 
     estimate: Estimate
     notes: list[str]
@@ -151,7 +151,7 @@ def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> 
         return estimator.estimate_batch(work.real_batch, phase=phase, logits=work.inputs.logits)
     inputs = work.inputs
     if isinstance(estimator, SamplingEstimator):
-        from flopcalc.core.estimate.pipeline import read_inputs  # of diffusion models alone: start-up is counted
+        from flopcalc.core.estimate.pipeline import read_inputs  # imported lazily: only diffusion models need it
 
         return estimator.ask(read_inputs(estimator, inputs))
     load, found = make_load(estimator, inputs)

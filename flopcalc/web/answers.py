@@ -243,7 +243,7 @@ def _answer_roofline(page: Page) -> Answer:
 
 
 def _answer_plan(page: Page, progress: Progress | None) -> Answer:
-    """The layouts of a training run, as `flopcalc plan`; `progress` hears how many are timed."""
+    """The layouts of a training run, as `flopcalc plan`; `progress` is called with how many are timed."""
     from flopcalc.planning.plan import plan_setup
 
     setup = make_page_setup(page, "plan")

@@ -29,7 +29,7 @@ from flopcalc.web.packages import find_package, is_locked, load_lock
 from flopcalc.web.setups import describe_form
 
 STATIC = os.path.join(os.path.dirname(os.path.abspath(__file__)), "static")
-DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}  # the question whose answer stands in the page from the start
+DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}  # the question whose answer the page shows at the start
 HUB = "https://huggingface.co"  # the one other host that the page may ask, and only after a click
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; style-src 'self'; "

@@ -174,7 +174,7 @@ def load_model(page: Page) -> Source:
         if _HUB_ID.fullmatch(page.model) is None and ("/" in page.model or page.model.endswith(".json")):
             raise ConfigError(f"{page.model[:200]!r}: no preset; drop its config.json, or ask the hub")
         return load_config(page.model, model_type=model_type)
-    from tempfile import TemporaryDirectory  # few set-ups bring files, and start-up is counted
+    from tempfile import TemporaryDirectory  # imported lazily: few set-ups bring files
 
     with TemporaryDirectory() as folder:
         for name, text in page.files:

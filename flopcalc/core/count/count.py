@@ -361,7 +361,7 @@ def _count_parameters(op: Weighted, state: State) -> _Parameters:
     bias = op.bias_size
     total = weight + bias
     if state.saved_copy:
-        # The copy that PEFT trains beside the frozen original; it is not tied to anything.
+        # PEFT trains this copy and keeps the frozen original; the copy is not tied to anything.
         weight = op.weight_size
         total += weight + bias
     inactive = (weight + bias) // op.copies * (op.copies - op.active) if op.copies > 1 else 0
@@ -488,7 +488,7 @@ def _add_formats(rows: tuple[Row, ...], chain: Chain, numbers: tuple[OpFormats, 
 
 
 def _name_op(op: Op) -> list[tuple[str, str, str]]:
-    """What tells an op from the others of its layer, and the rows that it is split into if another module runs it."""
+    """What identifies an op in its layer, and the rows that it is split into if another module runs it."""
     if not isinstance(op, Weighted):
         return [(op.name, op.kind, "")]
     names = [(op.name, op.kind, op.param)]

@@ -89,7 +89,7 @@ class CountedEstimator(Estimator):
         self.mtp = model.mtp
         self.head, self.renamed = str(model.head), model.renamed
         self.convention = convention
-        self.device = device  # what was measured on it tells what kernels and products execute
+        self.device = device  # its tables say what kernels and products execute
         self.recipe = _join_recipe(model, recipe, clipping)
         if self.is_diffusion and self.recipe.recompute == "full-reentrant":
             raise RecipeError(f"diffusers' gradient checkpointing is not reentrant: {spell('recompute', 'full')}")
@@ -382,7 +382,7 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Fo
 
 
 def _save_head(model: BoundModel, lora: Lora) -> Lora:
-    """PEFT trains a classifier beside its adapters (task types SEQ_CLS, TOKEN_CLS and QUESTION_ANS)."""
+    """PEFT trains a classifier as well as its adapters (task types SEQ_CLS, TOKEN_CLS and QUESTION_ANS)."""
     added = [path for stage in model.stages for path in list_saved(stage) if path not in lora.save]
     return replace(lora, save=(*lora.save, *dict.fromkeys(added)))
 

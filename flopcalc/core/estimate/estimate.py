@@ -171,7 +171,7 @@ class Estimate(Value):
 
     def terms_under(self, name: str, *, mtp: int | None = None) -> dict[str, int]:
         """As `under`, term by term of the convention's formula."""
-        from flopcalc.core.estimate.published_conventions import count_quoted  # few ask for it, and start-up is counted
+        from flopcalc.core.estimate.published_conventions import count_quoted  # imported lazily: few calls need it
 
         depth = None if mtp is None else check_size(mtp, "mtp", 0)
         sums: dict[str, int] = {}

@@ -91,7 +91,7 @@ class Estimator(Protocol):
 
         `audio` are the whole batch's clips in seconds; `clips` the same in frames of the model's feature extractor.
         `images` are the whole batch's too, files or (width, height) in pixels; `image_grid_thw` the same in patches.
-        What follows `audio` is said of diffusion models alone.
+        Only diffusion models take the arguments after `audio`.
         """
         notes: tuple[str, ...] = ()
         check_no_sampling(
@@ -218,7 +218,7 @@ class SamplingEstimator(Protocol):
 
 
 def check_no_sampling(name: str, phase: PipelinePhase, **asked: object) -> Phase:
-    """What is said of diffusion models alone is refused for any other."""
+    """Refuse arguments that only diffusion models take, and narrow the phase."""
     for field, value in asked.items():
         if value is not None:
             raise WorkloadError(f"{spell(field)} belongs to diffusion models: {name} is none")

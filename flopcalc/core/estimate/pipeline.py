@@ -39,7 +39,7 @@ class PipelinePart(NamedTuple):
 
 
 class SampleRequest(NamedTuple):
-    """What a user says of one sample of a diffusion model."""
+    """A user's description of one sample of a diffusion model."""
 
     batch: int = 1
     size: tuple[int, int] | None = None  # width and height in pixels
@@ -287,7 +287,7 @@ def read_asked(
     guidance: bool | str | None = None, parts: Iterable[str] | str | None = None, phase: PipelinePhase = "train",
     **others: object,
 ) -> SampleRequest:  # fmt: skip
-    """What estimate_flops' keywords say of a diffusion model; `sampling_steps` alone means phase sample."""
+    """estimate_flops' keywords as a request to a diffusion model; `sampling_steps` alone means phase sample."""
     for name, value in others.items():
         if value is not None:
             raise WorkloadError(f"{estimator.source.name} is a diffusion model: it takes no {name}")
@@ -398,7 +398,7 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
 
 
 def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:
-    """Names and kinds of a pipeline's parts beside its denoiser."""
+    """Names and kinds of a pipeline's parts other than its denoiser."""
     second = [(pipeline.second, _DENOISER)] if pipeline.second else []
     texts = [(name, _TEXT) for name, _ in pipeline.encoders]
     return [*second, *texts, *((name, _IMAGE) for name in pipeline.image_encoders), (_VAE, _VAE)]

@@ -59,7 +59,7 @@ def count_run(
     dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
 ) -> Run:
-    """Whole steps until so many tokens have passed; their GPU-hours at an MFU, or at the pace that was measured."""
+    """Whole steps that process this many tokens; their GPU-hours at an MFU, or at the measured speed."""
     check_tokens(estimate, "a run")
     dtype = None if dtype is None else parse_dtype(dtype)
     total = parse_tokens(tokens)

@@ -8,7 +8,7 @@ from flopcalc.base.errors import ConfigError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_size
 
-# PEFT's task type -> the head of the model that the adapter was trained on; it trains beside the adapters.
+# PEFT's task type -> the head of the model that the adapter was trained on; it trains together with the adapters.
 _HEADS = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token", "FEATURE_EXTRACTION": "none"}
 _TRAINED = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
 

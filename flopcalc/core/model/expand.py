@@ -24,7 +24,7 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
     except BudgetError as error:
         raise SpecError(f"{dims.where}, {dims.spec.file}: {error}") from None
     except SpecError as error:
-        # A list that is too short, a word where a number should be: the config's fault as far as anyone can tell.
+        # A list that is too short, a word where a number should be: most likely the config is wrong.
         raise ConfigError(f"{dims.where}: {error}") from None
     except RecursionError:
         raise SpecError(f"{dims.spec.file}: uses itself, through its stacks or its dims") from None

@@ -192,7 +192,7 @@ def _flatten(value: object, key: str, path: str) -> Any:
 
 
 def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, object], is_whole: bool) -> dict[str, Any]:
-    """What only the tensors tell: the vocabulary, a head of its own, biases."""
+    """What only the tensors show: the vocabulary, whether the head is tied, biases."""
     found: dict[str, Any] = {}
     words = header.tensors.get("token_embd.weight")
     if words is not None and len(words.shape) == 2:

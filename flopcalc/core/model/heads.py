@@ -90,7 +90,7 @@ def find_head(source: Source, spec: Spec) -> Head:
 
 
 def name_head(source: Source, names: list[str] | None = None) -> Head:
-    """The head that the names of a model's classes tell; the usual one if they tell none."""
+    """The head that the names of a model's classes imply; the usual one if they imply none."""
     for name in list_classes(source) if names is None else names:
         table = find_ending(name) or ("none" if has_unknown_head(name) else "")
         if table:
@@ -107,7 +107,7 @@ def has_unknown_head(name: str) -> bool:
 
 
 def find_ending(name: str) -> str:
-    """The head that a class's name tells by its end, as heads.toml has it; empty if it tells none."""
+    """The head that the suffix of a class's name implies, as in heads.toml; empty if it implies none."""
     endings = _load()["endings"]
     found = max((ending for ending in endings if name.endswith(ending)), key=len, default=None)
     return "" if found is None else str(endings[found])
@@ -206,7 +206,7 @@ def expand_head(dims: BoundDims, head: Head) -> ModelWithHead:
     try:
         common = {"part": "head", "stream": (own or body)[-1].stream}
         last = next((stage for stage in reversed(body) if not _has_logits(stage)), stages[-1])
-        output = [last.path, str(last.first + len(last.layers) - 1)]  # what a stack beside another one reads
+        output = [last.path, str(last.first + len(last.layers) - 1)]  # what a sibling stack reads
         stacks = [
             {**common, **({"reads": output} if stack.get("beside") else {}), **_place(stack, base)}
             for stack in table["stack"]
@@ -219,7 +219,7 @@ def expand_head(dims: BoundDims, head: Head) -> ModelWithHead:
 
 
 def _find_table(spec: Spec, head: Head) -> dict[str, Any]:
-    """What heads.toml says of a head, with what the spec says otherwise."""
+    """What heads.toml says about a head, with the spec's own values on top."""
     own = spec.heads.get(head.table, {})
     if "refuse" in own:
         raise ConfigError(f"{spec.name!r} with head {head} is not described: {own['refuse']}")
@@ -286,7 +286,7 @@ def _set_adapted(stage: Stage, saved: tuple[str, ...]) -> Stage:
 
 
 def list_saved(stage: Stage) -> list[str]:
-    """Paths of a head's linear layers that PEFT trains beside adapters, as for task types SEQ_CLS and TOKEN_CLS."""
+    """Paths of a head's linear layers that PEFT trains as well as adapters, as for task types SEQ_CLS and TOKEN_CLS."""
     ops = (op for chain in stage.layers[:1] for op in iterate(chain) if op.part == "head" and isinstance(op, Linear))
     return [join(stage.path, op.name) for op in ops if not op.adapts]
 

@@ -124,7 +124,7 @@ class LayerBuilder:
         return flat
 
     def _chain(self, items: list[Any], part: str) -> Chain:
-        """A series: each item reads the one before it. `part` is what the block usually is that they stand in."""
+        """A series: each item reads the one before it. `part` is the usual part of the block around them."""
         built: list[Op | tuple[Chain, ...]] = []
         for item in items:
             self.dims.budget.spend("ops")
@@ -403,7 +403,7 @@ _FILLED = ("name", "under", "from", "to")
 
 
 def _count_key_heads(before: Sequence[Op | tuple[Chain, ...]], heads: int, qk: int, v: int) -> int:
-    """Key heads where a user's older spec says none, which a note tells: the projections that attention reads write
+    """Key heads where a user's older spec has none (a note says so): the projections that attention reads write
     heads · qk of queries and kv_heads · (qk + v) of keys and values; where they do not, every head has its own keys.
     """
     width = 0

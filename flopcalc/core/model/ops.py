@@ -157,7 +157,7 @@ class Linear(Weighted):
 
     @property
     def bias_name(self) -> str:
-        """A bare parameter has its bias beside itself (down_proj_bias)."""
+        """A bare parameter has its bias next to it (down_proj_bias)."""
         return f"{self.param}_bias" if self.is_bare and self.param != "weight" else "bias"
 
     @property
@@ -257,7 +257,7 @@ class Attend(Op):
     cache: int = 0
     cache_rows: Sum | None = None
     latent: int = 0
-    kv_heads_inferred: bool = False  # a user's spec names none: from the widths of its projections, which a note tells
+    kv_heads_inferred: bool = False  # from the widths of the projections if a user's spec has none; a note says so
 
 
 @frozen(kw_only=True)

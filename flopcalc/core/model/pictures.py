@@ -11,7 +11,7 @@ from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.files import open_regular, read_path
 
 _NO_SIZE = {0xC4, 0xC8, 0xCC}  # JPEG: of 0xC0 to 0xCF, those that begin no frame
-# A JPEG file's frame comes after at most so many segments, and so many bytes that are none.
+# The most segments, and the most other bytes, that may come before the frame of a JPEG file.
 _MOST_SEGMENTS = 10_000
 _MOST_FILL = 65_536
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height, as loaders apply them

@@ -19,7 +19,7 @@ def _anyres(width: int, height: int, values: Values) -> Grid:
     """LLaVA-NeXT: the rectangle of tiles that wastes least, and the whole image as one tile before it.
 
     h, w are the rows and columns of features that remain when the rectangle's padding is cut off, and when
-    LLaVA-OneVision then shrinks them to so many tiles' worth ('anyres_max_9').
+    LLaVA-OneVision then shrinks them to that number of tiles ('anyres_max_9').
     """
     tile, side = values["tile"], values["side"]
     if values.get("only_single") and values["images"] > 1:

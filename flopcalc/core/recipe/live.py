@@ -68,7 +68,7 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
 
 
 def _count_elements(parameter: Any) -> int:
-    """Elements of a parameter; bitsandbytes packs two of them into one, and keeps the true shape beside."""
+    """Elements of a parameter; bitsandbytes packs two of them into one, and keeps the true shape separately."""
     state = getattr(parameter, "quant_state", None)
     shape = getattr(state, "shape", None)
     return math.prod(shape) if shape is not None else int(parameter.numel())

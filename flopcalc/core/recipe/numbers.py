@@ -29,7 +29,7 @@ class OpFormats(NamedTuple):
     plain: str = PLAIN  # bias, norms, tables: the model's own
     compute: str = PLAIN
     gradient: str = PLAIN  # of the products of its gradients
-    adapter: str = "fp32"  # as PEFT keeps it beside a half-precision model
+    adapter: str = "fp32"  # PEFT's default with a half-precision model
     adapter_compute: str = PLAIN
 
 
@@ -42,7 +42,7 @@ class Formats(Value):
 
     # Of a live model: a weight's name -> how it is stored, where that is not the model's own format.
     live: Mapping[str, StoredFormat]
-    model: str = PLAIN  # of all weights that nothing else is said of
+    model: str = PLAIN  # of all weights that have no format of their own
     compute: str = ""  # given for all products; a narrow one for linear layers alone
     autocast: str = ""
     weights: StoredFormat | None = None  # given for linear layers of the language model
@@ -91,7 +91,7 @@ class Formats(Value):
 
     @property
     def _rest(self) -> str:
-        """What is computed in the model's own format; beside a narrow one, never in more than 16 bits."""
+        """What is computed in the model's own format; with a narrow one, never in more than 16 bits."""
         return PLAIN if self.compute and self.model not in _HALF else self.model
 
     def with_compute(self, compute: str) -> Formats:
@@ -277,7 +277,7 @@ def make_formats(
     weights = None if asked.weights is None else parse_stored(asked.weights, "weights")
     quantization = None
     if weights is None and live is None and has_quantization(config):
-        from flopcalc.core.recipe.quantizers import read_quantization  # few configs need it, and start-up is counted
+        from flopcalc.core.recipe.quantizers import read_quantization  # imported lazily: few configs need it
 
         quantization = read_quantization(config, where)
     model, source = _find_model(config, where, compute, weights, live)

@@ -245,7 +245,7 @@ def make_stored(word: str, key: str = "", /, **changes: Any) -> StoredFormat:
 
 
 def make_grouped(keys: Keys, name: str, size: int, key: str = "group_size", **changes: object) -> StoredFormat:
-    """A format with groups of so many inputs; -1: all of a row."""
+    """A format with groups of this many inputs; -1: all of a row."""
     if size != -1 and size < 1:
         keys.fail(key, f"is {size}; it is a number of inputs, or -1 for all")
     if size == -1:

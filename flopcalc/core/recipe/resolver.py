@@ -21,7 +21,7 @@ class State(NamedTuple):
     weight: bool = True
     bias: bool = True
     adapters: tuple[Adapter, ...] = ()
-    saved_copy: bool = False  # PEFT keeps a frozen original beside a module in modules_to_save
+    saved_copy: bool = False  # PEFT keeps a frozen original of each module in modules_to_save
 
     @property
     def active(self) -> list[Adapter]:
@@ -325,7 +325,7 @@ class _Regex(_Suffix):
 
 
 class _Ending(_Suffix):
-    """PEFT's rule for modules to save: a module's name ends in the text, be there a dot before it or not."""
+    """PEFT's rule for modules to save: a module's name ends in the text, with or without a dot before it."""
 
     def matches(self, path: str) -> bool:
         hit = path.endswith(self.text)

@@ -199,7 +199,7 @@ def _at(value: object, index: object) -> Any:
 
 
 def _override(table: object, index: object, key: object, otherwise: object) -> Any:
-    """What an object keyed by layer says of one layer's key, as HF's per_layer_config does, else `otherwise`."""
+    """What an object keyed by layer says about one layer's key, as HF's per_layer_config does, else `otherwise`."""
     if not isinstance(table, dict):
         raise SpecError(f"{format_value(table)} is not an object")
     for name, layer in table.items():  # HF pads the numbers: "05"
@@ -215,7 +215,7 @@ def _wrap(indices: object, length: int) -> list[int]:
 
 
 def _chunks(count: int, length: int, before: int, after: int) -> list[int]:
-    """Sizes of the chunks that a sequence is cut into, each with up to so many places before and after it."""
+    """Sizes of the chunks that a sequence is cut into, each with its places before and after it."""
     _check_chunks(count, length)
     starts = range(0, count, length)
     return [min(start + length + after, count) - max(start - before, 0) for start in starts]
@@ -260,7 +260,7 @@ def _check_chunks(count: int, length: int) -> None:
 
 
 def _letters(word: str) -> list[int | str]:
-    """The letters of a word; digits beside each other are one whole number: 4, '/' and 8 of '4/8'."""
+    """The letters of a word; adjacent digits are one whole number: 4, '/' and 8 of '4/8'."""
     return [int(part) if part.isdigit() else part for part in re.findall("[0-9]+|.", word)]
 
 

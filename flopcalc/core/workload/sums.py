@@ -65,7 +65,7 @@ class Pairs(Sum):
     mask: Mask  # 'causal' or 'full'
     window: int = 0
     block: int = BLOCK  # of a fused kernel
-    shows: bool = False  # tokens of an image see one another both ways, beside the causal mask
+    shows: bool = False  # in addition to the causal mask, tokens of an image see each other both ways
 
     def has_mask(self, load: Workload) -> bool:
         """Whether SDPA is handed a mask: for documents, windows, and images that see themselves both ways."""
@@ -365,7 +365,7 @@ class Samples(Sum):
 class PerSample(Sum):
     """What clipping works on within each sample, a row of the batch: its rows, or the pairs of its rows.
 
-    A sample of one row has no sum over rows, so no product that torch.einsum would make, but for 'squares'.
+    A sample of one row has no sum over rows, so no product that torch.einsum would make, except for 'squares'.
     """
 
     what: Literal["rows", "squares", "products"]

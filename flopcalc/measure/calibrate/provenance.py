@@ -85,7 +85,7 @@ def find_device_id(name: str) -> str:
 def find_commit() -> str | None:
     """The commit of this source tree, marked if files were changed; None outside a checkout.
 
-    A copy of the tree without its history is told by the variable FLOPCALC_COMMIT.
+    For a copy of the tree without its history, set the variable FLOPCALC_COMMIT.
     """
     told = os.environ.get("FLOPCALC_COMMIT")
     if told:

@@ -76,7 +76,7 @@ def _solve_triangular(args: tuple[Any, ...], _kwargs: Mapping[str, object], out:
     Sum of 2·i·k over i < n. Divisions by the diagonal are neither a multiply nor an add.
     """
     n = int(args[0].shape[-1])
-    return (n - 1) * int(prod(out.shape))  # out has n·k elements, whichever side A stands on
+    return (n - 1) * int(prod(out.shape))  # out has n·k elements, whether A is left or right
 
 
 def _mv(args: tuple[Any, ...], _kwargs: Mapping[str, object], _out: object) -> int:

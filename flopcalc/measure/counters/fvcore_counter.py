@@ -71,7 +71,7 @@ def _find_rotary(model: torch.nn.Module) -> list[str]:
 
 
 def _find_unused(model: torch.nn.Module, uncalled: set[str]) -> list[str]:
-    """Outermost modules with matrices that do not stand in the trace (LLaVA's last tower layer, for one)."""
+    """Outermost modules with matrices that are not in the trace (LLaVA's last tower layer, for example)."""
     paths = sorted(path.removeprefix("model.") for path in uncalled)
     found: list[str] = []
     for path in paths:

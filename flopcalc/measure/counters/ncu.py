@@ -206,7 +206,7 @@ def _check_output(code: int, out: str, err: str) -> None:
 
 
 def parse_csv(text: str, counters: Sequence[str] = ()) -> tuple[LaunchedKernel, ...]:
-    """The kernels in ncu's CSV, whichever of its layouts: one line per counter, or one column per counter."""
+    """The kernels in ncu's CSV, in either layout: one line per counter, or one column per counter."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     at = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if at is None:
@@ -249,7 +249,7 @@ def count(_model: object, _batch: Mapping[str, object], _phase: str) -> WitnessC
 
 
 def count_product(shape: tuple[int, int, int], dtype: str) -> WitnessCount:
-    """One product of (m, n, k), that stands for a step."""
+    """One product of (m, n, k), used in place of a step."""
     case = Case("matmul", shape, dtype)
     try:
         found = measure_kernels(case)

@@ -132,7 +132,7 @@ _COUNTED: dict[str, Callable[[Shapes, Values], int]] = {
     "aten::baddbmm": lambda shapes, values: _mm(shapes[1:], values),
     "aten::conv2d": _convolution,
 }
-# Matrix work that shapes alone do not tell (ragged batches, packed weights): stays in the ledger.
+# Matrix work that shapes alone do not show (ragged batches, packed weights) stays in the ledger.
 _UNKNOWN = (
     "aten::_flash_attention_forward", "aten::_flash_attention_backward", "aten::_efficient_attention_forward",
     "aten::_efficient_attention_backward", "aten::_cudnn_attention_forward", "aten::_cudnn_attention_backward",
@@ -226,7 +226,7 @@ class LiveProfiler:
             self._open = stack.pop_all()
 
     def stop(self) -> tuple[int, tuple[str, ...]]:
-        """FLOPs as eager code would run them, and the operators whose shapes do not tell."""
+        """FLOPs as eager code would run them, and the operators whose shapes do not show theirs."""
         if self._open is None:
             raise RuntimeError("no step is being profiled: call start() first")
         stack, self._open = self._open, None

@@ -1,4 +1,4 @@
-"""A model, a batch and a phase go in; what each witness on this machine counted comes out, beside the analytic count.
+"""A model, a batch and a phase go in; what each witness on this machine counted comes out, with the analytic count.
 
 Every witness answers `count(model, batch, phase) -> WitnessCount` and never needs the command line's packages.
 """
@@ -160,7 +160,7 @@ def _guard(witness: str, speak: Callable[[], WitnessCount]) -> WitnessCount:
 
 @dataclass(frozen=True)
 class WitnessRow:
-    """One witness beside the analytic count that it should equal."""
+    """One witness with the analytic count that it should equal."""
 
     counted: WitnessCount
     expected: int
@@ -199,7 +199,7 @@ def crosscheck(
     attention: str = "eager",
     witnesses: Sequence[str] = WITNESSES,
 ) -> Crosscheck:
-    """Build the model with random weights, run one batch under every witness, and set the analytic count beside."""
+    """Build the model with random weights, run one batch under every witness, and compare with the analytic count."""
     import torch
 
     from flopcalc.measure.hf.examples import find_example, make_inputs
@@ -346,7 +346,7 @@ def _check_memory(needed: int, place: str) -> None:
     else:
         try:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError, AttributeError):  # not every system tells
+        except (ValueError, OSError, AttributeError):  # not every system reports it
             return
     if needed > free:
         raise FlopcalcError(

@@ -1,4 +1,4 @@
-"""What a witness says of one step, and the step that every witness runs."""
+"""What a witness counted in one step, and the step that every witness runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PHASES = ("train", "forward")
 
 @dataclass(frozen=True)
 class WitnessCount:
-    """What one witness says of one step."""
+    """What one witness counted in one step."""
 
     witness: str
     total: int | None  # FLOPs; None when the witness cannot speak
-    by: dict[str, int]  # per module, operator or dtype; empty where the witness cannot tell
+    by: dict[str, int]  # per module, operator or dtype; empty if the witness does not split its count
     not_counted: dict[str, int]  # operators met and not counted -> calls
     seconds: float  # cost of counting, wall
     reason: str | None = None  # why unavailable, or what is special

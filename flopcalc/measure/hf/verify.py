@@ -84,7 +84,7 @@ def _pick(out: Any, name: str) -> Any:
 
 
 _CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")  # what outputs call them
-_STATES = ("encoder_past_key_values", "padding_cache")  # and those that a streaming encoder keeps beside
+_STATES = ("encoder_past_key_values", "padding_cache")  # and those that a streaming encoder keeps in addition
 
 
 def _make_decode(

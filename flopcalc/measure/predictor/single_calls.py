@@ -2,7 +2,7 @@
 
 Whole steps show few head dims, layers and expert shapes, each at few sizes. They show products at a clock that the
 power limit has lowered, and not how tensors lie in memory. Here one size changes at a time. A call's seconds are those
-of its kernels under the profiler, as in a profiled step: CUDA events around the call would include the gaps beside it.
+of its kernels under the profiler, as in a profiled step: CUDA events around the call would include the gaps around it.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class _FloatsFake(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _move(self, value: object) -> Any:
-        """What is real on the host, as a FakeTensor beside the floats; a number stays where it is."""
+        """A real tensor on the host as a FakeTensor on the floats' device; a number stays where it is."""
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or not value.dim():
             return value
         return torch.empty(value.shape, dtype=value.dtype, device=self._device)

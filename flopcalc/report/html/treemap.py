@@ -55,7 +55,7 @@ class Node:
         return (self.leaf.value if self.leaf else 0) + sum(child.value for child in self.children.values())
 
     def list_parts(self) -> list[Node]:
-        """What it is divided into, largest first; work of its own is a part beside its children."""
+        """What it is divided into, largest first; work of its own is a part next to its children."""
         parts = list(self.children.values())
         if self.leaf is not None and parts:
             own = Node(self.path)
@@ -120,7 +120,7 @@ def _find_worst(largest: float, smallest: float, covered: float, side: float) ->
 
 
 def _fill_strip(areas: Sequence[float], covered: float, box: Box) -> tuple[list[Box], Box]:
-    """Boxes in a strip along the shorter side, and what is left beside it."""
+    """Boxes in a strip along the shorter side, and what is left next to it."""
     x, y, width, height = box
     boxes = []
     if width >= height:

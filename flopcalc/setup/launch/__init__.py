@@ -1,4 +1,4 @@
-"""Launch files of training frameworks: what they say of model, LoRA, precision, batch, length, checkpointing, GPUs."""
+"""Launch files of training frameworks: the model, LoRA, precision, batch, length, checkpointing, GPUs."""
 
 from __future__ import annotations
 

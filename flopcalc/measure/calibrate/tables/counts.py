@@ -307,7 +307,7 @@ def plan_padding(suite: str) -> list[Job]:
                 key = f"{family}/{seq}x{batch}/{call['kernel'] or call['kind']}/{call['shape']}/{call['direction']}"
                 module, calls, again = call.pop("module"), call.pop("calls"), call.pop("calls_recompute")
                 modules = rows.setdefault(key, {**about, **call, "modules": {}})["modules"]
-                # Layers of one stack may stand in several blocks (windowed and full ones): one row, calls added.
+                # Layers of one stack may be in several blocks (windowed and full ones): one row, calls added.
                 before = modules.get(module, [0, 0])
                 modules[module] = [before[0] + calls, before[1] + again]
     args = {"device": get_device(suite), "suite": suite}
