@@ -9,7 +9,7 @@ from typing import Any
 from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import FlopcalcError, RecipeError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.vocabulary import DTYPES
+from flopcalc.base.vocabulary import DTYPES, Dtype
 
 PLAIN = "bf16"  # what is taken where nothing says otherwise
 
@@ -57,14 +57,14 @@ def name_format(value: object) -> str:
         return ""
 
 
-def parse_compute(value: object, what: str, error: type[FlopcalcError] = RecipeError) -> str:
+def parse_compute(value: object, what: str, error: type[FlopcalcError] = RecipeError) -> Dtype:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'; an unknown word is an error that names the option."""
     text = name_format(value)
     if text in DTYPES:  # without reading the file
         return text
     computed, aliases = load_computed()
     text = aliases.get(text, text)
-    if text not in computed:
-        near = format_nearest(text, computed)
-        raise error(f"{what} {format_value(value)} unknown.{near} Known: {', '.join(computed)}")
-    return text
+    if text in DTYPES:
+        return text
+    near = format_nearest(text, computed)
+    raise error(f"{what} {format_value(value)} unknown.{near} Known: {', '.join(computed)}")

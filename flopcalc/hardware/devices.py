@@ -14,7 +14,7 @@ from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import DTYPES as DTYPES
-from flopcalc.base.vocabulary import FusedKernel
+from flopcalc.base.vocabulary import Dtype, FusedKernel
 
 
 @frozen()
@@ -189,7 +189,7 @@ def find_sdpa(device: Device | None, kind: str) -> FusedKernel:
     return "efficient" if kind in ("fp32", "tf32") else device.sdpa or "flash"
 
 
-def parse_dtype(dtype: object) -> str:
+def parse_dtype(dtype: object) -> Dtype:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'."""
     return parse_compute(dtype, "dtype", DeviceError)
 

@@ -209,7 +209,7 @@ def _peaks(value: object) -> float | dict[str, float]:
         return float(_above(0)(value))
     if not value:
         raise ConfigError("must be a number, or one for each number format")
-    found = {parse_dtype(name): float(_above(0)(each)) for name, each in value.items()}
+    found: dict[str, float] = {parse_dtype(name): float(_above(0)(each)) for name, each in value.items()}
     if len(found) < len(value):
         raise ConfigError("has a number format twice")
     return found

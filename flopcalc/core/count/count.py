@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.vocabulary import Clipping, Recompute
+from flopcalc.base.vocabulary import Clipping, Group, Recompute
 from flopcalc.core.count.formulas import (
     KernelShape,
     adapter_flops,
@@ -469,7 +469,7 @@ def _is_streamed(op: Op) -> bool:
     return bool(op.source or op.joined or op.to)
 
 
-def _find_numbers(chain: Chain, path: str, group: str, formats: Formats) -> tuple[OpFormats, ...]:
+def _find_numbers(chain: Chain, path: str, group: Group, formats: Formats) -> tuple[OpFormats, ...]:
     """The formats of every op of a layer, in order of execution."""
     return tuple(formats.resolve(op, join(path, op.name), group) for op in iterate(chain))
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN
+from flopcalc.base.vocabulary import Group
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.model.ops import Embed, Linear, Op
 from flopcalc.core.recipe.formats import make_plain
@@ -149,7 +150,7 @@ class Block(Value):
 
     path: str
     layers: tuple[int, ...] | None  # None: not a repeated stage
-    group: str
+    group: Group
     rows: tuple[Row, ...]
 
     @property

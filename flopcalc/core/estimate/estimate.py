@@ -9,7 +9,7 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.rows import Rows, Table, shorten, show_rows
 from flopcalc.base.units import check_size, format_flops, format_parameters, format_share
-from flopcalc.base.vocabulary import BY, CONVENTIONS, Convention, PickedKernel, check_flag, check_word
+from flopcalc.base.vocabulary import BY, CONVENTIONS, By, Convention, PickedKernel, check_flag, check_word
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.estimator import Estimator as Estimator
@@ -385,7 +385,7 @@ class Estimate(Value):
             f"{more}; convention {self.convention})"
         )
 
-    def breakdown(self, by: str, depth: int | None = None) -> Table:
+    def breakdown(self, by: By, depth: int | None = None) -> Table:
         """Headers and exact, named rows of one breakdown; components and kinds without work are left out."""
         check_word(by, BY, "by")
         if by == "module":
@@ -395,11 +395,11 @@ class Estimate(Value):
         headers = [by, "forward", "backward", "recompute", "clipping"]
         return Table(headers, Rows(PartRow(name, *row) for name, row in sums.items() if any(row)))
 
-    def to_pandas(self, by: str = "component", depth: int | None = None) -> Any:
+    def to_pandas(self, by: By = "component", depth: int | None = None) -> Any:
         """The exact rows of a breakdown (by component, module, kind or dtype) as a pandas DataFrame."""
         return self.breakdown(by, depth).to_pandas()
 
-    def table(self, by: str = "component", depth: int | None = None) -> Table:
+    def table(self, by: By = "component", depth: int | None = None) -> Table:
         """A breakdown as people read it: headers, and rows of rounded counts with their shares."""
         _, rows = self.breakdown(by, depth)
         total = self.total

@@ -161,7 +161,7 @@ def find_ideal_time(
         flops = {parse_dtype(dtype): sum(flops.values())}
     name, known = _find_device(device, peak)
     if isinstance(peak, Mapping):
-        given = {parse_dtype(key): check_positive(value, f"peak {key}") for key, value in peak.items()}
+        given: dict[str, float] = {parse_dtype(key): check_positive(peak[key], f"peak {key}") for key in peak}
     else:
         given = {} if peak is None else dict.fromkeys(flops, check_positive(peak, "peak"))
     if known is None and not given:

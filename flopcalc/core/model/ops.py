@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, TypeAlias
 
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.vocabulary import Group
 from flopcalc.core.workload.sums import Only, Sum
 
 
@@ -305,7 +306,7 @@ class Stage(Value):
     layers: tuple[Chain, ...]
     repeated: bool
     stream: str
-    group: str  # vision, projector or language: the word that --freeze knows it by
+    group: Group  # vision, projector or language: the word that --freeze knows it by
     checkpoint: bool
     dead: tuple[bool, ...]  # per layer: computed, but its output is never used
     reads: tuple[str, tuple[int, ...]] | None  # (stage path, layer whose output layer j of this one reads)

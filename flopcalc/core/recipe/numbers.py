@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN, find_computed, parse_compute
+from flopcalc.base.vocabulary import Group
 from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
 from flopcalc.core.recipe.float32 import list_float32
 from flopcalc.core.recipe.formats import BF16, StoredFormat, load_stored, make_plain, parse_stored
@@ -106,7 +107,7 @@ class Formats(Value):
             return self.compute
         return self.autocast or self.adapter or self._rest
 
-    def resolve(self, op: Op, path: str, group: str = "language") -> OpFormats:
+    def resolve(self, op: Op, path: str, group: Group = "language") -> OpFormats:
         """The formats of an op whose module is `path`, in the part of the model that `group` names."""
         stored = self._find_stored(op, path, group)
         compute, gradient = self._find_compute(op, stored)
@@ -136,7 +137,7 @@ class Formats(Value):
             found = self.autocast or found
         return found, model if stored.gradient == "model" else stored.gradient or found
 
-    def _find_stored(self, op: Op, path: str, group: str) -> StoredFormat | None:
+    def _find_stored(self, op: Op, path: str, group: Group) -> StoredFormat | None:
         """How a weight is stored; None: as the rest of the model."""
         if not isinstance(op, Weighted):
             return None
@@ -285,7 +286,7 @@ def make_formats(
         weights = None  # it is the whole model's
     elif weights is not None:
         source = f"weights as asked; the rest {source}"
-    cache_format = "" if asked.kv_cache is None else parse_compute(asked.kv_cache, "kv_cache")
+    cache_format: str = "" if asked.kv_cache is None else parse_compute(asked.kv_cache, "kv_cache")
     if not cache_format and quantization is not None:
         cache_format = quantization.kv_cache
     adapter = ""

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from flopcalc.base.errors import ConfigError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import Group
 from flopcalc.core.recipe.formats import StoredFormat, load_stored
 
 
@@ -38,7 +39,7 @@ class ModulePlace(NamedTuple):
 
     names: tuple[str, ...]
     kind: Kind
-    group: str = "language"  # or the tower that it belongs to
+    group: Group = "language"  # or the tower that it belongs to
 
 
 @frozen()
