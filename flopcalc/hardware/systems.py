@@ -34,7 +34,7 @@ class SystemSource(TypedDict):
 
 
 class ProductFit(TypedDict):
-    """The fields of a ProductShape, and how far measured products lie from it."""
+    """The fields of a ProductShape, and how far measured products are from it."""
 
     shape: list[float]
     median_error: float

@@ -4,7 +4,7 @@ Products: a kernel computes whole clusters of tiles, and depth in steps of 64; t
 the GPU, benchmarks/results/tile_choices.json.gz). Which tile and which cluster cuBLAS takes, and whether it splits the
 depth, is guessed: what would end first, by constants fitted on 17,000 layers (model_specs/tiles, made by
 benchmarks/tile_choices.py). Batches of a multiple of 32, 64 or 128 rows get other kernels and have constants of their
-own. What a weight's gradient pads depends on its widths and hardly on the rows: GRADIENTS has those that were measured.
+own. What a weight's gradient pads depends on its widths and little on the rows: GRADIENTS has those that were measured.
 
 Experts: a grouped product has two kinds of tiles, by the rows that an expert has on average; exact for 150 products.
 Attention: blocks of 128 and steps of 64; exact for 51 of 52 calls.

@@ -33,7 +33,7 @@ class DeviceQueue:
     """Events and pinned buffers, used again and again, and the entries that wait for them.
 
     It is asked on the training thread alone: another thread's question would break a CUDA graph that is being captured.
-    Another thread may only copy, on a stream of its own: a capture does not mind that.
+    Another thread may only copy, on a stream of its own: that does not break a capture.
     """
 
     def __init__(self, torch: Any) -> None:

@@ -134,7 +134,7 @@ class StepWorker:
     # --- Entries ----------------------------------------------------------------------------------------------------
 
     def add(self, entry: DueRecord | LostTime | DatasetMetrics) -> None:
-        """On the training thread: hand over what happened; of too many that wait the oldest goes."""
+        """On the training thread: queue what happened; if too many wait, the oldest is dropped."""
         if len(self.entries) == self.entries.maxlen:
             self.drop_oldest()
         self.entries.append(entry)
@@ -171,7 +171,7 @@ class StepWorker:
     def digest(self, lock_s: float = _LOCK_S) -> None:
         """Turn what is ready into metrics, in its order."""
         if not self._lock.acquire(timeout=lock_s):
-            return  # the worker is at it, and slow
+            return  # the worker holds it, and is slow
         try:
             while self.entries and self.entries[0].is_ready and time.monotonic() < self._deadline_s:
                 self._try(self.entries.popleft())

@@ -141,7 +141,7 @@ def _find_others(trainer: object, model: Any) -> list[Any]:
 
 
 def _find_sinks(args: TrainingArguments) -> tuple[str, ...] | None:
-    """Where the Trainer reports to, as far as there are sinks for it; None leaves it to the monitor."""
+    """The sinks that the Trainer reports to, if the monitor has them; None leaves it to the monitor."""
     wanted = args.report_to or ()
     found = [name for name in ("tensorboard", "mlflow") if name in wanted]
     # The Trainer opens its run before this callback's turn; without a run, W&B was switched off.

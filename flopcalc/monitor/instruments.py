@@ -305,7 +305,7 @@ def find_torch_device(model: object) -> Any:
 
 
 def list_tensor_dtypes(model: object, wanted: str | None = None) -> list[str]:
-    """Dtypes whose tensor cores may be at work, likeliest first; behind fp32 weights may be an autocast."""
+    """Dtypes whose tensor cores may be at work, likeliest first; fp32 weights may run under autocast."""
     import torch
 
     from flopcalc.measure.counters.cupti import TENSOR_COUNTERS

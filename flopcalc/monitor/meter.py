@@ -240,7 +240,7 @@ class Meter:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.peaks = Peaks()
-        self.peak = DevicePeak()  # of the format of most products, as far as it is known before they are counted
+        self.peak = DevicePeak()  # of the format of most products, if it is known before they are counted
         self.convention = "model"
         self.goodput = Goodput()
         self.redone_until = 0  # steps up to this one were done before by an earlier run

@@ -171,7 +171,7 @@ class WatchedModel:
         return "score" if is_training else "eval"
 
     def find_intake(self, state: Hashable) -> Intake | None:
-        """How a pass in a state is counted; bound when it is first met, for the live model says it then."""
+        """How a pass in a state is counted; bound when it is first met, because only then the live model shows it."""
         if state not in self._states:
             try:
                 self._states[state] = self._make_intake(self.live, 1, is_plain=_is_off(state))

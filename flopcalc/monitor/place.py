@@ -122,7 +122,7 @@ def guess_format(model: object, seen: Seen | None) -> str:
 
 
 def find_layout(settings: Settings, model: object, say: Say) -> tuple[int, int, int]:
-    """Tensor, context and pipeline parallel sizes: given, or read from the meshes that the parameters lie on."""
+    """Tensor, context and pipeline parallel sizes: given, or read from the meshes of the parameters."""
     found = {"tp": 1, "cp": 1}
     if model is not None:
         inner = strip(model)

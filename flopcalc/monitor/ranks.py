@@ -217,7 +217,7 @@ class Side(ABC):
 
     @abstractmethod
     def post(self, interval: int, sums: Sums) -> None:
-        """Hands over this rank's sums."""
+        """Sends this rank's sums."""
 
     @abstractmethod
     def collect(self) -> list[GatheredInterval]:
@@ -389,7 +389,7 @@ class Listener(Side):
         return bool(data) and len(peer.unread) < _LINE_BYTES
 
     def _take(self, peer: _Peer, message: list[Any]) -> bool:
-        """Whether it was sums; the first line is only who speaks."""
+        """Whether it was sums; the first line only names the rank."""
         if peer.rank is not None:
             interval, *numbers = message
             if len(numbers) != len(Sums._fields):

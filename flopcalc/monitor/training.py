@@ -364,7 +364,7 @@ class TrainingMonitor(PassCalls):
         self._hand_over(seen)
 
     def _mark_end(self, seen: SeenStep) -> None:
-        """What is held is copied behind the mark."""
+        """Copies held values after the mark."""
         if self._device is not None and not self._device.is_capturing():
             seen.end = self._device.mark()
             self._values.hand_over(seen.end)

@@ -73,7 +73,7 @@ class Batch(NamedTuple):
     after: Any  # the mark on the training's stream that the copies wait for
     done: Any
     copies: Sequence[Any] = ()  # None where a tensor could not be read any more
-    is_checked: bool = False  # what was overwritten is known: later writes stand behind the copies, in one stream
+    is_checked: bool = False  # what was overwritten is known: later writes come after the copies, in one stream
 
 
 def read_held(name: str, value: object) -> Any:
@@ -101,7 +101,7 @@ class ValueReader:
         self.handed: deque[Batch] = deque()  # for the worker to copy
         self.copied: deque[Batch] = deque()  # on their way
         self._arrived: deque[Batch] = deque()  # to be taken in
-        self._lock = threading.Lock()  # of who copies what was handed over, or takes in what has arrived
+        self._lock = threading.Lock()  # held while queued values are copied, or arrived ones are read
         self.has_pass = False  # a forward pass was seen since the last record, and no graph was captured in it
         self._say = say
         self._plain: Any = None  # type of a tensor that is neither distributed nor another kind
@@ -190,7 +190,7 @@ class ValueReader:
             del self._watched[name]
 
     def hand_over(self, after: Any = None) -> None:
-        """Let the worker copy what is held, behind this mark or one that is made now; not while a graph is captured."""
+        """Let the worker copy held values, after this mark or one that is made now; not while a graph is captured."""
         device = self.device
         if device is None:
             return

@@ -51,7 +51,7 @@ def name_kind(runner: LayoutTimer, layout: Layout) -> str:
 
 @cache
 def load_coverage() -> dict[str, dict[str, float]]:
-    """Kind of layout -> published runs, how many of them lie inside the interval, and how much longer the median one
+    """Kind of layout -> published runs, how many of them are inside the interval, and how much longer the median one
     took than predicted."""
     path = os.path.join(find_data_dir(), "plan_coverage.json")
     kinds: dict[str, dict[str, float]] = read_json(path, MAX_JSON_BYTES, SpecError)["kinds"]

@@ -261,7 +261,7 @@ def take_section(work: Work, section: Section, layers: int, stepped: float) -> W
 
 @lru_cache(maxsize=4096)
 def locate(module: str, group: str, stacks: tuple[Stack, ...]) -> str:
-    """Where a module stands: in the language model's layers, before them (first), behind them (last), or optimizer."""
+    """Where a module is: in the language model's layers, before them (first), after them (last), or optimizer."""
     if group == "optimizer":
         return group
     language = [i for i, stack in enumerate(stacks) if stack.is_language]

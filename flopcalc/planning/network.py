@@ -156,7 +156,7 @@ def check_reach(net: Interconnect, devices: int) -> None:
 
 @lru_cache(maxsize=1 << 16)
 def time_collective(net: Interconnect, kind: str, size: float, group: int, stride: int = 1) -> float:
-    """Seconds of a collective over `group` devices that lie `stride` apart; `size` in bytes of the whole array.
+    """Seconds of a collective over `group` devices that are `stride` apart; `size` in bytes of the whole array.
 
     all_reduce, all_gather, reduce_scatter: of the array before or after it; all_to_all: of what one device sends.
     """

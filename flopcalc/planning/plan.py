@@ -33,7 +33,7 @@ MOST_IMBALANCE = 1000
 MOST_BATCH_TOKENS = 1 << 28  # beyond it no larger batch is proposed
 _AS_FAST = 0.98
 _HELPS = 1.1  # how much faster a doubled batch must be to be proposed
-_ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that hardly depend on the batch
+_ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that depend little on the batch
 
 _NEEDED = {
     "tokens": "the tokens of the whole run, such as 2T",
@@ -144,7 +144,7 @@ def _advise_batch(
     fixed: Mapping[str, Sequence[int | str]],
     find_best: Callable[[int, Mapping[str, Sequence[int | str]]], float | None],
 ) -> list[str]:
-    """A note where the batch that was taken for want of one decides the plan: the smallest that no longer does.
+    """A note if the batch that was assumed decides the plan: the smallest that no longer does.
 
     Tries doubled batches among layouts like the best ones: same degrees except replicas, stages and their chunks.
     """

@@ -73,7 +73,7 @@ def make_cells(found: Plan) -> dict[str, str | None]:
 
 
 def shorten(value: float) -> str:
-    """A number with one digit behind the point while there are few before it; small ones with two that count."""
+    """A number with one digit after the point while there are few before it; small ones with two significant digits."""
     if value >= 1:
         return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
     return f"{Decimal(f'{value:.2g}'):f}"  # never 1.2e-05

@@ -133,7 +133,7 @@ def describe_kernels(
     tiles: TileTable | None,
     padding: list[CountedRow],
 ) -> list[str]:
-    """What the hardware count takes from tables, and where a query lies outside them."""
+    """What the hardware count takes from tables, and where a query is outside them."""
     notes = []
     if load.phase != "decode" and kernels is None:
         backward = "; backward forms the scores again" if load.phase == "train" else ""

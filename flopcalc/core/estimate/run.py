@@ -23,7 +23,7 @@ class Run(NamedTuple):
     flops: int  # under the estimate's convention
     gpu_hours: float | None
     mfu: float | None
-    is_lower_bound: bool = False  # at 100 % of the peak, for want of a better MFU
+    is_lower_bound: bool = False  # at 100 % of the peak, because no MFU was given
     gpus: int = 1
 
     def to_dict(self) -> dict[str, Any]:

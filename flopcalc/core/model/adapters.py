@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: the base model that it names, and its LoRA settings as far as they can be applied."""
+"""PEFT's adapter_config.json: the base model that it names, and those of its LoRA settings that can be applied."""
 
 from __future__ import annotations
 

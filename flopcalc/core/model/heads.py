@@ -257,7 +257,7 @@ def _is_outside(op: Op, prefix: str) -> bool:
 
 
 def _place(stack: dict[str, object], base: str) -> dict[str, Any]:
-    """A stack of a head; a path that begins with a dot lies in the body."""
+    """A stack of a head; a path that begins with a dot is in the body."""
     path = str(stack["path"])
     return {**stack, "path": f"{base}{path}" if base else path.removeprefix(".")} if path.startswith(".") else stack
 

@@ -79,7 +79,7 @@ def _read_jpeg(file: BinaryIO) -> tuple[int, int] | None:
         if not byte or fill >= _MOST_FILL:
             return None
         marker = byte[0]
-        if marker == 0x01 or 0xD0 <= marker <= 0xD9:  # no data behind these
+        if marker == 0x01 or 0xD0 <= marker <= 0xD9:  # no data after these
             continue
         length = unpack(">H", file.read(2))[0]
         data = file.read(max(0, length - 2))

@@ -26,7 +26,7 @@ def smart_resize(
     counted: int | None = None,
     checks_aspect: bool = True,
 ) -> tuple[int, int]:
-    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows.
+    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as well as that allows.
 
     Some processors count an image as a video of `frames` frames against the limits; of a video's frames, `counted`
     are held against them, which may be one fewer or more.

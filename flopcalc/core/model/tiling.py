@@ -129,7 +129,7 @@ def _whole_and_canvas(width: int, height: int, values: Values) -> Grid:
     """DeepSeek-OCR 2, Unlimited-OCR: the whole image as a square, and tiles of a canvas if it is larger than one.
 
     t is 1 and the tiles, h the patches per side of the whole, w the rows of tiles (1 without). The tiles' side is a
-    constant of the spec, for the grid has no place for it.
+    constant of the spec, because the grid cannot hold it.
     """
     tile, patch = values["tile_size"], values["patch"]
     if tile != values["tile"]:

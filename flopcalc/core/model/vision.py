@@ -57,7 +57,7 @@ class Vision(Value):
                 )
             return grid
         if self.kind == "tiles":
-            return grid if t else (1, 0, 0)  # pixel_values alone say how many tiles, not how they lie
+            return grid if t else (1, 0, 0)  # pixel_values alone say how many tiles, not in which grid
         if t < 1 or h < 1 or w < 1:
             raise WorkloadError("pixel_values without image_grid_thw: this model needs the grid of each image")
         if min(h, w) < self.least:

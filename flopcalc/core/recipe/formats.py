@@ -1,4 +1,4 @@
-"""How weights lie in memory, with their scales: data, and bytes."""
+"""How weights are stored, with their scales: data, and bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUP = r"(.+)-g(\d+)"
 
 @frozen()
 class StoredFormat(Value):
-    """How a weight lies in memory: its numbers, and the scales and zero points that they share."""
+    """How a weight is stored: its numbers, and the scales and zero points that they share."""
 
     name: str
     bits: int | Fraction = 16

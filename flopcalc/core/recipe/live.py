@@ -144,7 +144,7 @@ def _read_torchao(parameter: Any, known: str) -> StoredFormat:
     stored = load_stored()[known]
     if known == "nf4-double":
         return replace(stored, flat=int(parameter.block_size))
-    # int4 is dequantized, and so is what lies unpacked in int8: its activations are only rounded.
+    # int4 is dequantized, and so are weights unpacked to int8: their activations are only rounded.
     is_plain = known == "int4" or type(parameter).__name__ == "IntxUnpackedToInt8Tensor"
     is_cast = any(getattr(parameter, name, None) is not None for name in _ACTIVATIONS) and not is_plain
     compute = _COMPUTED.get(known, stored.compute or known) if is_cast else ""

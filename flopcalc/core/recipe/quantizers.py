@@ -157,7 +157,7 @@ def _read_mxfp4(keys: Keys) -> Quantization:
 def _read_awq(keys: Keys) -> Quantization:
     bits = keys.choose(keys.pick("w_bit", "bits"), (4,), 4)
     size = keys.take(keys.pick("q_group_size", "group_size"), int, 128)
-    keys.take("zero_point", bool, True)  # zero points lie there either way
+    keys.take("zero_point", bool, True)  # zero points are stored either way
     for key in ("version", "format"):
         keys.choose(key, ("gemm", "gemv", "gemv_fast", "llm-awq", "exllama", "ipex"), "gemm")
     keys.skip(

@@ -19,7 +19,7 @@ from flopcalc.core.recipe.quantization import (
     make_stored,
 )
 
-# Any number of bits lies unpacked in int8, and is dequantized; activations are only rounded (torchao 0.18).
+# Any number of bits is stored unpacked in int8, and is dequantized; activations are only rounded (torchao 0.18).
 _INTX = {"format": "int8", "zero_bits": 8, "compute": ""}
 _TYPES: dict[str, dict[str, Any]] = {
     "int4weightonly": {"format": "int4", "zero_bits": 16, "size": 128},

@@ -33,7 +33,7 @@ def _is_prime(number: int, primes: list[int]) -> bool:
 def _list_primes(first: int, count: int) -> list[int]:
     """The first primes from a number on."""
     small: list[int] = []
-    for number in range(2, math.isqrt(2 * first + 10**5) + 1):  # `count` primes more lie far below that square
+    for number in range(2, math.isqrt(2 * first + 10**5) + 1):  # the next `count` primes are far below that square
         if _is_prime(number, small):
             small.append(number)
     primes: list[int] = []
@@ -48,7 +48,7 @@ def _list_primes(first: int, count: int) -> list[int]:
 def _list_ngram_tables(lookup: Lookup) -> list[int]:
     """Rows of each layer's table of hashed n-grams: every head's are another prime, in the order of layers and heads.
 
-    One entry more than there are layers, for the layers behind the last table.
+    One entry more than there are layers, for the layers after the last table.
     """
     heads = (_read_whole(lookup, "ngram_size") - 1) * _read_whole(lookup, "heads_per_ngram")
     base, layers = _read_whole(lookup, "ngram_vocab_size_base"), lookup("ple_layer_ids")

@@ -29,7 +29,7 @@ class Sum(Value):
     words: ClassVar[str] = ""
 
     def count(self, load: Workload, counting: Counting) -> int:
-        """The sum's value; an encoder's is 0 in decoding, for the encoder has run already."""
+        """The sum's value; an encoder's is 0 in decoding, because the encoder has run already."""
         if load.decoder is not None and load.phase == "decode":
             return 0
         return self._count(load, counting)

@@ -48,7 +48,7 @@ def _grouped_mm(args: tuple[Any, ...], kwargs: Mapping[str, Any], _out: Any) -> 
     offs = args[2] if len(args) > 2 else kwargs.get("offs")
     if a.dim() == 3 and b.dim() == 3:  # (G, M, K) x (G, K, N): no ragged side
         return int(bmm_flop(a, b))
-    # Rows behind the last offset belong to no group and are not multiplied. On meta the offsets have no
+    # Rows after the last offset belong to no group and are not multiplied. On meta the offsets have no
     # values: then every row has a group, as in HF's sorted expert rows.
     ragged = a.shape[0] if a.dim() == 2 and b.dim() == 3 else a.shape[1] if a.dim() == 2 else b.shape[1]
     used = ragged if offs is None or offs.is_meta else int(offs[-1])
@@ -292,7 +292,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         formula = _formula(func)
         if formula is None and not _is_known(func) and _is_composite(func):
-            with self:  # inference mode hands over linear, matmul, ... whole
+            with self:  # in inference mode linear, matmul, ... arrive whole
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result

@@ -62,7 +62,7 @@ def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> WitnessCount:
 
 
 def _find_rotary(model: torch.nn.Module) -> list[str]:
-    """Outermost rotary modules: fvcore's figure of a module includes what lies below it."""
+    """Outermost rotary modules: fvcore's figure for a module includes its submodules."""
     found: list[str] = []
     for path, module in model.named_modules():
         if "RotaryEmbedding" in type(module).__name__ and not any(path.startswith(f"{outer}.") for outer in found):

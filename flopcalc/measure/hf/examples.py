@@ -197,7 +197,7 @@ def make_inputs(
             tensor = _make_tensor(name, entry, scope, out, grids * batch, generator, device)
             *outer, last = [int(part) if part.isdigit() else part for part in name.split(".")]
             table: Any = out
-            for part in outer:  # a dotted name lies in an inner object
+            for part in outer:  # a dotted name is in an inner object
                 table = table.setdefault(part, {})
             table[last] = tensor
     return out

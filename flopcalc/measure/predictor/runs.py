@@ -231,7 +231,7 @@ class Runner:
         return prefill
 
     def _make_decode(self, case: Json, batch: Json) -> Callable[[], Any]:
-        """Decode `seq` tokens one by one behind a cache of `context`; the cache is cropped after each step.
+        """Decode `seq` tokens one by one after a cache of `context`; the cache is cropped after each step.
 
         If a window is full it is cropped after each token: transformers 5.17 cannot restore what several tokens pushed
         out of it.

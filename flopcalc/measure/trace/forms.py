@@ -95,7 +95,7 @@ class Form:
 
     monomials: tuple[str, ...]
     candidates: tuple[Point, ...]
-    far: int = 0  # this many of the last candidates lie beyond chunks and windows: all of them are checked
+    far: int = 0  # this many of the last candidates are beyond chunks and windows: all of them are checked
 
 
 def list_forms(

@@ -53,7 +53,7 @@ _HF = ("transformers.", "peft.")  # modules of these have a version: their trace
 def _trace(
     module: Any, phase: Phase, resizer: Resizer | None, say: Callable[[str], None], sizes: Sizes, max_length: int = 0
 ) -> Polynomials:
-    """Polynomials of one phase; NoPolynomialError when no form holds. `max_length` 0: as far as the module goes."""
+    """Polynomials of one phase; NoPolynomialError when no form holds. `max_length` 0: as long as the module allows."""
     grids = resizer.list_grids() if resizer is not None and phase != "decode" else []
     kept: dict[str, dict[str, tuple[int, int, int]]] = {}
 

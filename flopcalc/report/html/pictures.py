@@ -15,7 +15,7 @@ _MOST_POINTS = 400  # of a curve: neighbours are averaged
 
 
 class Bar(NamedTuple):
-    """A value, how it is written, and perhaps the interval that it lies in, or the parts that add up to it."""
+    """A value, how it is written, and perhaps the interval around it, or the parts that add up to it."""
 
     label: str
     value: float
@@ -90,7 +90,7 @@ def _draw_parts(bar: Bar, y: float, scale: float) -> list[Html]:
 
 
 def draw_stack(title: str, parts: Sequence[Bar], limit: Bar | None, caption: object = "") -> Html:
-    """Parts side by side in one bar, and a line where the limit lies."""
+    """Parts side by side in one bar, and a line at the limit."""
     total = sum(part.value for part in parts)
     most = max(total, limit.value if limit else 0) * 1.01 or 1.0
 

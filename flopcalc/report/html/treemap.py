@@ -43,7 +43,7 @@ class TreemapGroup(NamedTuple):
 
 
 class Node:
-    """A module with what lies in it."""
+    """A module with what is in it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -137,7 +137,7 @@ def _fill_strip(areas: Sequence[float], covered: float, box: Box) -> tuple[list[
 
 
 def arrange(leaves: Sequence[Leaf], box: Box) -> tuple[list[TreemapGroup], list[TreemapTile]]:
-    """Every leaf's place in a box, and the groups that they lie in."""
+    """Every leaf's place in a box, and the groups around them."""
     nodes = find_groups(build_tree(leaves))
     places = squarify([node.value for node in nodes], box)
     groups, tiles = [], []

@@ -1,7 +1,7 @@
 """Tables counts and padding: analytic FLOPs of whole steps against what a real step executed, and each product alone.
 
 `counts` runs a few layers of each family at real widths. `padding` takes the op list of the same steps and measures
-every distinct product and attention call by itself, so that the sum of its rows says where a step's excess lies.
+every distinct product and attention call by itself, so that the sum of its rows says where a step's excess comes from.
 """
 
 from __future__ import annotations
