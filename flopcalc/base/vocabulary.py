@@ -12,6 +12,8 @@ Convention = Literal["model", "full", "hardware"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 Phase = Literal["train", "forward", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+# What operators were recorded in; flow: a training step through frozen weights; empty: any phase.
+RecordedPhase = Literal["", "train", "flow", "forward", "prefill", "decode"]
 # A diffusion pipeline samples: its denoiser runs at every step.
 PipelinePhase = Literal["train", "forward", "prefill", "decode", "sample"]
 PIPELINE_PHASES: tuple[PipelinePhase, ...] = get_args(PipelinePhase)
@@ -47,6 +49,10 @@ LAYOUT_RECOMPUTE: tuple[LayoutRecompute, ...] = get_args(LayoutRecompute)
 # Optimizers whose step is timed; none: no optimizer runs.
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "none"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+# Optimizers whose memory is known.
+StateOptimizer = Literal[
+    "adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "lion", "sgd", "sgd-momentum"
+]  # fmt: skip
 # DP-SGD as Opacus does it.
 Clipping = Literal["none", "hooks", "ghost", "fast"]
 CLIPPING: tuple[Clipping, ...] = get_args(Clipping)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.spelling import spell
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import Execution, Phase
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import find_device
 from flopcalc.prediction.hosted import ONCE, Hosted, find_order, find_unit, name_factor, name_mode, name_phase
@@ -165,7 +165,7 @@ class Clock:
         self.hosted: list[Hosted] = []
         self.times = 1
         self.stacks: tuple[Stack, ...] = ()
-        self.phase = "train"
+        self.phase: Phase = "train"
         self.is_recorded = True
         self.has_experts = False
         self.waiting: Waiting | None = None  # at products of experts, for the host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from flopcalc.base.vocabulary import PassDirection
 from flopcalc.core.count.products import Block, CountedRow, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Op
@@ -116,7 +117,7 @@ class _Lister:
         """Numbers of one call, and how often each pass reads and writes them."""
         if not size:
             return
-        passes = [("forward", forward, False)]
+        passes: list[tuple[PassDirection, tuple[float, float], bool]] = [("forward", forward, False)]
         passes += [("backward", backward, False)] if self.flows else []
         passes += [("forward", forward, True)] if self.is_again else []
         for direction, (reads, writes), is_again in passes:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.base.errors import DeviceError, SpecError
-from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS
+from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, CallMask, PassDirection, ProductDirection
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import count_steps, pad
@@ -59,7 +59,7 @@ class ProductShape(NamedTuple):
         return 1.0 if area >= 32768 else self.half if area >= 16384 else self.quarter if area >= 8192 else self.eighth
 
 
-def time_shape(shape: ProductShape, direction: str, m: int, n: int, k: int) -> float:
+def time_shape(shape: ProductShape, direction: ProductDirection, m: int, n: int, k: int) -> float:
     """Seconds of one product of a layer with n outputs and k inputs over m rows."""
     if direction == "dgrad":
         n, k = k, n
@@ -101,7 +101,9 @@ class GroupShape(NamedTuple):
         return self._replace(rate=self.rate * compute, bandwidth=self.bandwidth * memory, turn=self.turn / compute)
 
 
-def time_grouped(shape: GroupShape, units: float, direction: str, copies: int, m: int, n: int, k: int) -> float:
+def time_grouped(
+    shape: GroupShape, units: float, direction: ProductDirection, copies: int, m: int, n: int, k: int
+) -> float:
     """Products of `copies` experts in one call, m rows in all, dealt out as a router deals that prefers none.
 
     torch's kernel has two tiles, always in pairs: 128 x 256; with up to 128 rows an expert, 64 x 128.
@@ -127,7 +129,8 @@ def time_grouped(shape: GroupShape, units: float, direction: str, copies: int, m
 
 
 def time_experts(
-    shape: ProductShape, bandwidth: float, weight_bytes: float, direction: str, copies: int, m: int, n: int, k: int
+    shape: ProductShape, bandwidth: float, weight_bytes: float, direction: ProductDirection, copies: int,
+    m: int, n: int, k: int,
 ) -> tuple[float, float]:  # fmt: skip
     """Products of `copies` experts, m rows in all: seconds of their tiles, and of their weights' bytes."""
     rows = max(1, round(m / copies))
@@ -148,7 +151,7 @@ def slow_down(power: Sequence[float], rate: float) -> float:
     return float(1 + steepness * max(0.0, rate - start) ** 2)
 
 
-def turn_narrow(direction: str, m: int, n: int, k: int) -> tuple[str, tuple[int, int, int]]:
+def turn_narrow(direction: ProductDirection, m: int, n: int, k: int) -> tuple[str, tuple[int, int, int]]:
     """The form of an adapter's product, and its rows, depth and columns: its rank is the depth, or one of the sides."""
     sizes = {"forward": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[direction]
     return ("grad", "up", "down")[sizes.index(min(sizes))], sizes
@@ -179,7 +182,15 @@ IN_WAVES = ("full", "window", "apart")  # masks under which all blocks of attent
 
 
 def attention_features(
-    units: int, direction: str, mask: str, batch: int, heads: int, kv_heads: int, dim: float, length: int, keys: int
+    units: int,
+    direction: PassDirection,
+    mask: CallMask,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    dim: float,
+    length: int,
+    keys: int,
 ) -> tuple[float, float, float, float]:
     """What the time of an attention call is made of: the call, its queries, its pairs in blocks, its longest row.
 
@@ -201,7 +212,7 @@ def attention_features(
     return 1.0, float(rows), float(rows * step * -(-passed // step)), float(last)
 
 
-def name_mask(mask: str, keys: int) -> str:
+def name_mask(mask: CallMask, keys: int) -> str:
     """A mask that is handed over as a tensor has other kernels where its rows do not start on 16 bytes, or on 4."""
     if mask not in ("window", "apart") or not keys % 8:
         return mask
@@ -377,7 +388,7 @@ class Machine:
         seconds = max(computed / kept + moved, EXPERT_CALL_S * product.copies)
         return Timed(seconds, 2 * self._find_error("product"), self.is_measured)
 
-    def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> Timed:
+    def _find_product(self, direction: ProductDirection, m: int, n: int, k: int, copies: int) -> Timed:
         error = self._find_error("product")
         if not min(m, n, k):
             return Timed(0.0, error, self.is_measured)
@@ -393,7 +404,7 @@ class Machine:
         ratio, nearness = self._correct(direction, math.log2(m), math.log2(n), math.log2(k))
         return Timed(seconds * ratio, error * (2 - nearness), self.is_measured)
 
-    def _find_slower(self, step: int, direction: str) -> float:
+    def _find_slower(self, step: int, direction: ProductDirection) -> float:
         """What widths that are no multiple of 8 cost.
 
         Steps of 2 that were not measured are as those of 4: kernels for both copy 4 bytes at once, those for 1 do not.
@@ -404,7 +415,7 @@ class Machine:
                 return table[str(known)][direction]
         return 1.0
 
-    def _correct(self, direction: str, m: float, n: float, k: float) -> tuple[float, float]:
+    def _correct(self, direction: ProductDirection, m: float, n: float, k: float) -> tuple[float, float]:
         """What shapes nearby took over what the formula gives them, drawn towards 1; how near they are, 0 to 1."""
         total, weights = 0.0, 0.0
         for a, b, c, ratio in self._residuals.get(direction, ()):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.base.units import format_bytes
-from flopcalc.base.vocabulary import CAST_FORMATS, Execution
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution, StateOptimizer
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
@@ -153,7 +153,7 @@ def predict_memory(
     load: Workload,
     *,
     dtype: str | None = None,
-    optimizer: str = "adamw",
+    optimizer: StateOptimizer = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
     shards: Shards = Shards(),  # noqa: B008
@@ -179,7 +179,7 @@ def list_tensors(
     load: Workload,
     *,
     dtype: str | None = None,
-    optimizer: str = "adamw",
+    optimizer: StateOptimizer = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
     is_light: bool = False,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, SpecError, format_value
-from flopcalc.base.vocabulary import Convention
+from flopcalc.base.vocabulary import Convention, PassDirection, RecordedPhase
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
@@ -58,7 +58,7 @@ class Operator(NamedTuple):
 
     module: str
     group: str
-    direction: str  # forward, backward
+    direction: PassDirection  # forward, backward
     kind: str
     reads: int  # bytes of one call
     writes: int
@@ -166,7 +166,7 @@ class _Reader:
         self.masks = list_masks(transformers)
         self.notes: dict[str, None] = {}
         self.stand_in: StandIn | None = None  # whose operators the modules of a model that was not recorded borrow
-        self.rows: dict[tuple[str, str, str, str, int, int, bool], int] = {}  # an operator without its count
+        self.rows: dict[tuple[str, str, PassDirection, str, int, int, bool], int] = {}  # an operator without its count
         self.saved: dict[tuple[str, str, int, bool], int] = {}
         self.features = list_features(estimator, load)
         self.calls = load.seq if load.phase == "decode" else 1
@@ -222,7 +222,7 @@ class _Reader:
         for (signature, where, state, chain), count in alike.items():
             self._read_part(stage.path, chain, signature, where, state, count, is_again)
 
-    def _find_part(self, phase: str, table: str, path: str, signature: str, where: str) -> Any:
+    def _find_part(self, phase: RecordedPhase, table: str, path: str, signature: str, where: str) -> Any:
         """A recorded part, the nearest one where this one was not recorded."""
         flags = " images" if self.has_images else ""
         masked = " masked" if self.attention == "sdpa" and self._is_masked else ""
@@ -325,7 +325,7 @@ class _Reader:
         if is_again and state.flows:
             self._add_table([row for row in ahead if row[0] == "f"], scope, module, group, count, True)
 
-    def _find_experts(self, phase: str) -> list[Any]:
+    def _find_experts(self, phase: RecordedPhase) -> list[Any]:
         """The operators of recorded experts."""
         data = load_file(EXPERTS.name)
         if data is None:
@@ -451,7 +451,14 @@ class _Reader:
                 self.saved[key] = self.saved.get(key, 0) + count
 
     def _add_rows(
-        self, number: int, direction: str, scope: Scope, module: str, group: str, count: int, is_again: bool = False
+        self,
+        number: int,
+        direction: Literal["f", "b"],
+        scope: Scope,
+        module: str,
+        group: str,
+        count: int,
+        is_again: bool = False,
     ) -> None:
         table = [row for row in self.data["blocks"][number] if row[0] == direction]
         self._add_table(table, scope, module, group, count, is_again)
@@ -469,7 +476,7 @@ class _Reader:
             except MissingSizeError as error:
                 self._note(f"{module}{_MISSING} {error}, so its {kind} operators count no bytes")
                 moved = [0, 0]
-            way = "forward" if letter == "f" else "backward"
+            way: PassDirection = "forward" if letter == "f" else "backward"
             key = (module.replace("#", "*"), group, way, kind, moved[0], moved[1], is_again)
             self.rows[key] = self.rows.get(key, 0) + calls * count * self.calls
 

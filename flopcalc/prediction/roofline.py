@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flopcalc.base.vocabulary import Execution, Kernel
+from flopcalc.base.vocabulary import Direction, Execution, Kernel
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.hardware.devices import find_device, parse_dtype
 from flopcalc.prediction.choices import check_execution, find_kernel, match_dtype, settle
@@ -18,7 +18,7 @@ class Call(NamedTuple):
 
     module: str
     kind: str  # product, attention
-    direction: str  # forward, dgrad, wgrad; attention: forward, backward
+    direction: Direction  # forward, dgrad, wgrad; attention: forward, backward
     shape: str
     calls: float  # in the whole step
     flops: float
