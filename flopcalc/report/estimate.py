@@ -91,9 +91,9 @@ def format_estimate(
     shown = ", ".join(f"{format_parameters(value)} {key}" for key, value in parameters.items())
     facts.append(("parameters", shown))
     facts.append(("weights", _describe_weights(estimate)))
-    visual = sum(each.count_visual_tokens(other) * many for each, other, many in estimate.terms)
+    visual = sum(estimator.count_visual_tokens(other) * times for estimator, other, times in estimate.terms)
     if visual:
-        images = sum(len(other.all_grids) * many for _, other, many in estimate.terms)
+        images = sum(len(other.all_grids) * times for _, other, times in estimate.terms)
         facts.append(("visual tokens", f"{visual:,} from {images} image{'s' if images > 1 else ''} or video"))
     for label, share in shares:
         if share.value is not None:

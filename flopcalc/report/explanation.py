@@ -21,11 +21,11 @@ from flopcalc.core.workload.sums import Sum
 
 def explain_rows(estimate: Estimate, pattern: str) -> list[dict[str, Any]]:
     """Every operation that matches a pattern, explained; an error that lists them if none does."""
-    found = find_rows(estimate, pattern)
-    if not found:
+    entries = find_rows(estimate, pattern)
+    if not entries:
         paths = [row.path for row in estimate.by_module() if row.forward or row.clipping]
         raise WorkloadError(f"{spell('op')} {pattern!r} matches no operation; there are {', '.join(paths)}")
-    return [explain_row(estimate, entry) for entry in found]
+    return [explain_row(estimate, entry) for entry in entries]
 
 
 def format_explanation(convention: Convention, shown: Sequence[Mapping[str, Any]]) -> str:

@@ -441,14 +441,14 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
                 numbers_of[id(chain)] = _find_numbers(chain, path, stage.group, formats)
             numbers = numbers_of.get(id(chain))
             key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs, numbers, *streams.items())
-            found = cache.get(key)
-            if found is None:
+            counted = cache.get(key)
+            if counted is None:
                 changed = dict(streams)
                 rows, out = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs, changed)
                 if numbers is not None:
                     rows = _add_formats(rows, chain, numbers)
-                found = cache[key] = (rows, out, changed)
-            rows, flow, streams = found
+                counted = cache[key] = (rows, out, changed)
+            rows, flow, streams = counted
             if stage.adds is not None:
                 added = after.get(stage.adds, [])
                 flow = flow or (layer < len(added) and added[layer])
@@ -481,9 +481,9 @@ _ADAPTERS = ("adapter_a", "adapter_b", "fold", "fold_gradient")
 def _add_formats(rows: tuple[Row, ...], chain: Chain, numbers: tuple[OpFormats, ...]) -> tuple[Row, ...]:
     """The rows of a layer with the formats of their products and weights."""
     known: dict[tuple[str, str, str], OpFormats] = {}
-    for op, own in zip(iterate(chain), numbers, strict=True):
+    for op, formats in zip(iterate(chain), numbers, strict=True):
         for key in _name_op(op):
-            known.setdefault(key, own)
+            known.setdefault(key, formats)
     return tuple(_add_format(row, known[_name_op(row.op)[0]]) for row in rows)
 
 

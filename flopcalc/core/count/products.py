@@ -111,19 +111,19 @@ class Row(Value):
     def list_weights(self, has_adapters: bool) -> list[Weights]:
         """Its parameters by the format that they are stored in; with adapters, what trains is in theirs."""
         numbers, adapted = self.numbers, self.trainable if has_adapters else 0
-        found = []
+        weights = []
         rest = self.parameters - adapted
         if numbers.weight.is_quantized and rest and isinstance(self.op, (Linear, Embed)) and not self.op.tied:
             size = self.op.weight_size
-            found.append(
+            weights.append(
                 Weights(numbers.weight.name, size, *numbers.weight.count_bytes(*find_sizes(self.op), self.op.copies))
             )
             rest -= size
         plain = numbers.plain if numbers.weight.is_quantized else numbers.weight.name
-        for name, many in ((plain, rest), (numbers.adapter, adapted)):
-            if many:
-                found.append(Weights(name, many, many * make_plain(name).bits // 8))
-        return found
+        for name, count in ((plain, rest), (numbers.adapter, adapted)):
+            if count:
+                weights.append(Weights(name, count, count * make_plain(name).bits // 8))
+        return weights
 
 
 class Weights(NamedTuple):
@@ -167,11 +167,11 @@ class CountedRow(NamedTuple):
 
     def by_format(self) -> dict[str, Flops]:
         """FLOPs of one layer by the format that they are computed in."""
-        found: dict[str, Flops] = {}
+        sums: dict[str, Flops] = {}
         for product, value in zip(self.row.products, self.values, strict=True):
             for name, flops in product.split_formats(product.per_unit * value).items():
-                found[name] = found.get(name, NO_FLOPS) + flops
-        return found
+                sums[name] = sums.get(name, NO_FLOPS) + flops
+        return sums
 
     @property
     def flops(self) -> Flops:

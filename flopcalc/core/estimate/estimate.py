@@ -196,21 +196,21 @@ class Estimate(Value):
 
     def by_dtype(self, convention: Convention | None = None) -> dict[str, Flops]:
         """Number format -> FLOPs of the products that are computed in it, most first; under the own convention."""
-        own = self.convention if convention is None else check_word(convention, CONVENTIONS, "convention")
+        counted_as = self.convention if convention is None else check_word(convention, CONVENTIONS, "convention")
         sums: dict[str, Flops] = {}
         for estimator, load, times in self.terms:
-            for name, flops in estimator.count_formats(load, own).items():
+            for name, flops in estimator.count_formats(load, counted_as).items():
                 sums[name] = sums.get(name, NO_FLOPS) + flops * times
         return dict(sorted(sums.items(), key=lambda item: -item[1].total))
 
     @property
     def weights(self) -> list[Weights]:
         """Parameters and bytes of the model by the format that they are stored in; of all models, if several."""
-        found: dict[str, Weights] = {}
+        by_format: dict[str, Weights] = {}
         for estimator in {each.identity: each for each, _, _ in self.terms}.values():
             for held in estimator.count_weights():
-                found[held.format] = found.get(held.format, Weights(held.format, 0, 0)).add(held)
-        return sorted(found.values(), key=lambda held: -held.total_bytes)
+                by_format[held.format] = by_format.get(held.format, Weights(held.format, 0, 0)).add(held)
+        return sorted(by_format.values(), key=lambda held: -held.total_bytes)
 
     def _sum_by(self, key: Callable[[Op], str]) -> dict[str, Flops]:
         sums: dict[str, Flops] = {}
@@ -224,7 +224,7 @@ class Estimate(Value):
         check_flag(per_layer, "per_layer")
         if depth is not None:
             check_size(depth, "depth")
-        found: dict[str, _ModuleSum] = {}
+        modules: dict[str, _ModuleSum] = {}
         stages: dict[str, int] = {}
         for (block, row, _), flops, times, is_first in self._rows():
             layers: tuple[int | None, ...] = block.layers if block.layers is not None else (None,)
@@ -237,14 +237,14 @@ class Estimate(Value):
                 names = path.split(".")
                 cut = ".".join(names[:depth]) if depth is not None else path
                 # Layers that count alike come together: their place in the model puts them back in order.
-                place = (stages.setdefault(block.path, len(stages)), group[0] or 0, len(found))
-                entry = found.setdefault(cut, _ModuleSum(place))
+                place = (stages.setdefault(block.path, len(stages)), group[0] or 0, len(modules))
+                entry = modules.setdefault(cut, _ModuleSum(place))
                 entry.flops += flops * (len(group) * times)
                 entry.kinds.add(row.op.kind if cut == path else "module")
                 entry.layers.update(group if "*" in cut.split(".") else (None,))
                 if is_first:
                     entry.parameters += row.parameters * len(group)
-        ordered = sorted(found.items(), key=lambda item: item[1].place) if per_layer else found.items()
+        ordered = sorted(modules.items(), key=lambda item: item[1].place) if per_layer else modules.items()
         return Rows(
             ModuleRow(
                 path, next(iter(entry.kinds)) if len(entry.kinds) == 1 else "module", len(entry.layers),
@@ -266,9 +266,9 @@ class Estimate(Value):
     @property
     def parameters(self) -> dict[str, int]:
         """Parameters of the model; of all models, where estimates of several were added."""
-        found = [each.parameters() for each in {each.identity: each for each, _, _ in self.terms}.values()]
-        keys = [key for key in ("total", "active", "trainable") if all(key in each for each in found)]
-        return {key: sum(each[key] for each in found) for key in keys}  # a trace does not know the active ones
+        counts = [each.parameters() for each in {each.identity: each for each, _, _ in self.terms}.values()]
+        keys = [key for key in ("total", "active", "trainable") if all(key in each for each in counts)]
+        return {key: sum(each[key] for each in counts) for key in keys}  # a trace does not know the active ones
 
     @property
     def notes(self) -> list[str]:
@@ -538,11 +538,11 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
     is_step = estimate.pipeline is None or estimate.pipeline.phase == "train"
     images = patches = visual = 0
     # Of a pipeline, the first part's: all of them work on the same images.
-    for each, other, many in estimate.terms[:1] if estimate.pipeline is not None else estimate.terms:
-        many = 1 if estimate.pipeline is not None and estimate.pipeline.phase != "train" else many
-        images += len(other.all_grids) * many
-        patches += each.count_patches(other) * many
-        visual += each.count_visual_tokens(other) * many
+    for estimator, other, copies in estimate.terms[:1] if estimate.pipeline is not None else estimate.terms:
+        copies = 1 if estimate.pipeline is not None and estimate.pipeline.phase != "train" else copies
+        images += len(other.all_grids) * copies
+        patches += estimator.count_patches(other) * copies
+        visual += estimator.count_visual_tokens(other) * copies
     return {
         "batch": load.rows,
         "seq": load.seq,
