@@ -1,4 +1,4 @@
-"""What the fused kernels of a training framework move beside products and attention: each tensor once per use."""
+"""What the fused kernels of a training framework move besides products and attention: each tensor once per use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flopcalc.prediction.sides import Sided
 from flopcalc.prediction.work import Attention, Moved, Width
 
 _FLOAT = 4  # bytes of what is always computed in float32
-_CLOSED = ("attention_projections", "router", "lm_head", "head")  # parts behind which no activation function comes
+_CLOSED = ("attention_projections", "router", "lm_head", "head")  # parts with no activation function after them
 
 
 def list_fused(
@@ -99,7 +99,7 @@ class _Lister:
     def _add_bias(self, op: Op, amount: float) -> None:
         """What biases of experts move in Megatron-Core, whose only experts with biases are gpt-oss's.
 
-        The first product adds its bias itself; its gradient is a sum. The activation behind it clamps its two halves
+        The first product adds its bias itself; its gradient is a sum. The activation after it clamps its two halves
         and joins them again apart from its kernel (weighted_bias_quick_geglu_impl). The second bias is weighted by the
         router's float32 scores, added expert by expert, joined, and cast (TEGroupedMLP._apply_bias).
         """

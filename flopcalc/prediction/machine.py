@@ -34,7 +34,7 @@ GRADIENT_BYTES = 8  # a weight's gradient is added to a buffer of float32: read 
 
 
 class Timed(NamedTuple):
-    """Seconds of one call, the relative error to expect, and whether a measurement stands behind it."""
+    """Seconds of one call, the relative error to expect, and whether it was measured."""
 
     seconds: float
     error: float
@@ -55,7 +55,7 @@ class ProductShape(NamedTuple):
     units: float = 132.0  # processors
 
     def find_share(self, area: int) -> float:
-        """Rate of tiles of so many elements, over that of the largest."""
+        """Rate of tiles with this many elements, over that of the largest."""
         return 1.0 if area >= 32768 else self.half if area >= 16384 else self.quarter if area >= 8192 else self.eighth
 
 
@@ -213,7 +213,7 @@ def attention_features(
 
 
 def name_mask(mask: CallMask, keys: int) -> str:
-    """A mask that is handed over as a tensor has other kernels where its rows do not start on 16 bytes, or on 4."""
+    """A mask tensor has other kernels if its rows do not start on 16 bytes, or on 4."""
     if mask not in ("window", "apart") or not keys % 8:
         return mask
     return "window-odd" if keys % 2 else "window-even"
@@ -240,7 +240,7 @@ _UNMEASURED = 0.3  # relative error of a time that is scaled from another device
 # others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
 _SHARES = {"a100": 0.83, "a800": 0.83, "tpu": 0.82}
 _SHARE = 0.72
-_STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps that tell, nearest first
+_STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps to use, nearest first
 _NARROW_RATE = 0.6  # of its rate that a format keeps in products of an adapter's rank: one step of rank 64
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
 # What a rank is padded to: 48 takes as long as 64 (lora-qwen2-7b in benchmarks/results/blind_steps_5.json).
@@ -427,7 +427,7 @@ class Machine:
         return math.exp(total / (weights + 0.35)), weights / (weights + 0.35)
 
     def time_cast(self, product: Product) -> Timed:
-        """Bringing a product's operands to a narrow format: inputs ahead, output gradients behind.
+        """Bringing a product's operands to a narrow format: inputs forward, output gradients backward.
 
         Weights are kept in the format: the optimizer's step writes them (Megatron-Bridge: fp8_param_gather). Operands
         are written twice, along either dimension, since gradients sum over the other; fp8 has one scale for a tensor,
@@ -450,7 +450,7 @@ class Machine:
         tables = self.constants["attention"]
         table = tables.get(call.kernel or self.device.sdpa or "flash") or next(iter(tables.values()))
         if call.mask == "decode" and not any("/decode/" in name for name in table):
-            # Decoding reads keys, whatever the kernel: any table that has it tells.
+            # Decoding reads keys with any kernel, so any table that has it will do.
             table = next((other for other in tables.values() if any("/decode/" in name for name in other)), table)
         found = self._find_attention(table, call)
         if found is None:

@@ -116,7 +116,7 @@ def list_stacks(estimator: Estimator) -> tuple[Stack, ...]:
     )  # fmt: skip
 
 
-# --- everything beside products and attention -------------------------------------------------------------------------
+# --- everything except products and attention -------------------------------------------------------------------------
 def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[list[Dispatched], list[Moved]]:
     """Recorded operators as what the host dispatches and what the device moves."""
     hosted, moved = [], []
@@ -127,7 +127,7 @@ def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[l
             kind = each.kind
             if kind == "cast":
                 kind = "cast_up" if each.writes > each.reads else "cast_down"
-            elif kind == "cat" and load.phase == "decode":  # a row behind many: far slower than halves side by side
+            elif kind == "cat" and load.phase == "decode":  # one row after many: far slower than two halves
                 kind = "cat_cache"
             width: Width = "wide" if each.module in wide else "narrow"
             moved.append(
@@ -353,7 +353,7 @@ class _Maker:
         return mask, 1 if one_by_one else many, length, length, many if one_by_one else 1
 
     def _find_summed(self, module: str, rows: Expression, times: int) -> list[tuple[CallMask, int, int, int, float]]:
-        """Calls of an attention op that tells its pairs as a sum over images, clips or rows: all of them alike."""
+        """Calls of an attention op whose pairs are a sum over images, clips or rows: all of them alike."""
         load, unit = self.load, rows.unit
         pairs = rows.count(load, "full") * times
         if module in self.masked and unit == "call":  # all images are one sequence, and a mask keeps them apart
@@ -375,7 +375,7 @@ class _Maker:
 
 
 def _pad_heads(call: Attention, dim: int) -> list[Moved]:
-    """What SDPA copies where no fused kernel takes a head dim: queries, keys and values with zeros behind each head.
+    """What SDPA copies where no fused kernel takes a head dim: queries, keys and values with zeros after each head.
 
     On the way back the gradient gets zeros, three gradients lose theirs, and two tensors are laid out anew.
     """

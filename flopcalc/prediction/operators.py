@@ -1,4 +1,4 @@
-"""The operators that HF's code dispatches in a step beside products and attention, their bytes, and what is saved."""
+"""The operators that HF's code dispatches besides products and attention, their bytes, and what is saved."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Saved(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """What one step dispatches beside products and attention, and what it keeps."""
+    """What one step dispatches besides products and attention, and what it keeps."""
 
     rows: tuple[Operator, ...]
     saved: tuple[Saved, ...]
@@ -89,7 +89,7 @@ class Operators(NamedTuple):
 def list_operators(
     estimator: Estimator, load: Workload, attention: str = "sdpa", dtype_bytes: int = 2, transformers: str = RECORDED
 ) -> Operators:  # fmt: skip
-    """The operators of one step of HF's eager model: bytes of each, and what the host dispatches beside kernels.
+    """The operators of one step of HF's eager model: bytes of each, and what the host dispatches besides kernels.
 
     `attention` is HF's attn_implementation; `dtype_bytes` the size of the model's floating dtype; `transformers` the
     version whose code runs.
@@ -418,7 +418,7 @@ class _Reader:
         return found if best > 0 else "language"
 
     def _add_adapters(self, path: str, chain: Chain | None, state: LayerState, count: int, is_again: bool) -> None:
-        """What PEFT's LoRA adds to a linear module, beside the base layer whose weight is frozen."""
+        """What PEFT's LoRA adds to a linear module with a frozen base layer."""
         ops = {op.name.removeprefix("/"): op for op in iterate(chain)} if chain is not None else {}
         if chain is None:
             for stage in self.estimator.stages:

@@ -95,5 +95,5 @@ def sum_held(held: Iterable[Held]) -> Held:
 
 
 def divide_held(held: Held, by: tuple[int, int], each: int = 1) -> int:
-    """The share of one rank, of so many bytes each."""
+    """The share of one rank, with this many bytes each."""
     return -(-held.dense * each // by[0]) + -(-held.other * each // by[1])

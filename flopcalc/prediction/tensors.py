@@ -59,7 +59,7 @@ class Part(NamedTuple):
     weights: Held  # bytes, of dense weights and of experts
     trained: Held  # parameters that get a gradient, dense and of experts
     kept: Held  # bytes saved until its layer's backward, of the residual's width and narrower
-    extra: int  # the most that one layer's backward has beside its share of kept; 0: no gradient passes
+    extra: int  # the most that one layer's backward has besides its share of kept; 0: no gradient passes
     table: int  # of a weight that another stage shares: bytes of its gradient
     name: str  # of that weight
     is_language: bool = False  # layers of the language model, which a pipeline cuts
@@ -122,7 +122,7 @@ class Step:
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
         self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
         self.values: dict[Sum, int] = {}
-        # PEFT keeps adapters in float32 beside a half-precision model.
+        # PEFT keeps adapters in float32 with a half-precision model.
         self.has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
         adapter = estimator.formats.adapter
         self.trained_bytes = find_computed(adapter or estimator.formats.model).bits // 8
@@ -403,7 +403,7 @@ class Step:
             elif item.kind == "pointwise" and linears:
                 made = sum(op.n_out for op in linears)
                 after = next((op for op in iterate(chain[i:]) if op.kind == "linear"), None)
-                # Gated: the function's own result is saved beside what it and the gate read, if kernels are not fused.
+                # Gated: the function's own result is saved besides what it and the gate read, if kernels are not fused.
                 gated = after.n_in if after is not None and made == 2 * after.n_in and not self.is_fused else 0
                 size = self.bytes * self.rows(linears[-1]) * (made + gated)
                 if self.is_fused and after is None:  # what experts made is weighed before their last product
