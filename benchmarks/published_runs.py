@@ -24,7 +24,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.planning.layout import Layout, find_problem
 from flopcalc.planning.network import find_interconnect
 from flopcalc.planning.seconds import PARTS, Overlaps
-from flopcalc.planning.step import PUBLISHED_ERROR, Runner
+from flopcalc.planning.step import PUBLISHED_ERROR, LayoutTimer
 
 HERE = Path(__file__).parent
 MACHINES = HERE / "data" / "machines"  # a user's own data: devices of these runs that the shipped table does not have
@@ -48,7 +48,7 @@ def predict_run(run: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     """One run's row: published and predicted step time, where the time goes, memory; `usual`: what its source hides."""
     estimator = bind_model(run)
     load = estimator(1, run["seq"]).terms[0][1]
-    runner = Runner(
+    runner = LayoutTimer(
         estimator, load, run["device"], find_interconnect(run.get("interconnect"), run["device"]), run["global_batch"],
         dtype=run.get("dtype", "bf16"), execution=run.get("execution", "fused"),
         attention_kernel=run.get("attention_kernel", "auto"), overlaps=Overlaps(**{**usual, **run.get("overlaps", {})}),
@@ -76,7 +76,7 @@ def predict_run(run: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def choose_layout(run: dict[str, Any], runner: Runner) -> Layout:
+def choose_layout(run: dict[str, Any], runner: LayoutTimer) -> Layout:
     """The run's layout; what its source leaves open is the fastest that fits, or as written if none does."""
     written = Layout(**run["layout"])
     free = run.get("free", [])

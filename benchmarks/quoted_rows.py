@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopcalc import Estimate, Translation, estimate_flops, translate
-from flopcalc.core.estimate.quoted import QuotedScope
+from flopcalc.core.estimate.published_conventions import QuotedScope
 from flopcalc.core.estimate.translation import FIT
 from flopcalc.core.model.config import load_config
 

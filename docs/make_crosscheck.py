@@ -17,7 +17,7 @@ from flopcalc import bind
 from flopcalc.base.text_table import format_grid
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import join
-from flopcalc.hardware.tables import Table, find_table, load_table
+from flopcalc.hardware.tables import MeasuredTable, find_table, load_table
 from flopcalc.measure.calibrate.tables.counts import CONFIGS, get_grids
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +27,7 @@ NAMED = 4  # differences shown per family
 FP32_ROUTER = "model.layers.*.mlp.gate"  # of DeepSeek-V3: HF casts it to fp32
 
 
-def load(name: str) -> Table:
+def load(name: str) -> MeasuredTable:
     path = find_table(DEVICE, name)
     if path is None:
         raise SystemExit(f"no table {name} for {DEVICE}")
@@ -48,7 +48,7 @@ def estimate_row(row: dict[str, Any], device: str | None = DEVICE) -> Estimate:
     return bound(row["batch"], row["seq"], image_grid_thw=images, phase=row["phase"])
 
 
-def sum_alone(padding: Table, row: dict[str, Any]) -> dict[str, int] | None:
+def sum_alone(padding: MeasuredTable, row: dict[str, Any]) -> dict[str, int] | None:
     """Module -> what its calls execute one by one; None where the table has not every call of this step."""
     calls = "calls_recompute" if row["recompute"] == "full" else "calls"
     wanted = {key: row[key] for key in ("family", "seq", "batch")}
@@ -95,7 +95,7 @@ def percent(part: float) -> str:
     return f"{100 * part:+.2f} %"
 
 
-def describe(table: Table) -> str:
+def describe(table: MeasuredTable) -> str:
     about = table.provenance
     return (
         f"{about['device']}, driver {about['driver']}, CUDA {about['cuda']}, torch {about['torch']}, transformers "
@@ -152,7 +152,7 @@ def write_seven_b() -> Iterator[str]:
     )
 
 
-def write_counts(counts: Table, padding: Table) -> Iterator[str]:
+def write_counts(counts: MeasuredTable, padding: MeasuredTable) -> Iterator[str]:
     yield "## Steps of six families"
     yield ""
     yield (
@@ -200,7 +200,7 @@ def write_counts(counts: Table, padding: Table) -> Iterator[str]:
     )
 
 
-def write_differences(counts: Table, padding: Table) -> Iterator[str]:
+def write_differences(counts: MeasuredTable, padding: MeasuredTable) -> Iterator[str]:
     yield "## Where the differences come from"
     yield ""
     yield (

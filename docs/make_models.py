@@ -14,7 +14,7 @@ from typing import Any
 
 from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.cli.supported import FILE, make_catalogue
-from flopcalc.core.spec.coverage import Mapping, describe_specs, load_coverage
+from flopcalc.core.spec.coverage import AutoMapping, describe_specs, load_coverage
 from lab import truth
 
 HERE = Path(__file__).resolve().parent
@@ -93,7 +93,7 @@ def format_catalogue() -> str:
     return "{" + ",\n".join(lists) + "}\n"
 
 
-def format_mapping(mapping: Mapping, specs: dict[str, Any], examples: dict[str, Any]) -> str:
+def format_mapping(mapping: AutoMapping, specs: dict[str, Any], examples: dict[str, Any]) -> str:
     rows: list[list[Any]] = []
     for entry in mapping.entries:
         if entry.spec is None:

@@ -16,7 +16,7 @@ from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.estimator import Estimator
 from flopcalc.core.workload.workload import Workload
-from flopcalc.setup.counting import Counted, bind_setup, choose_device
+from flopcalc.setup.counting import SetupEstimate, bind_setup, choose_device
 from flopcalc.setup.counting import count_setup as count_without_trace
 from flopcalc.setup.fields import SetupKeywords
 from flopcalc.setup.setup import BESIDE, Setup, from_keywords
@@ -91,7 +91,7 @@ def estimate_flops(model: Any = None, workload: Workload | None = None, **setup:
     return counted.estimate.add_notes(counted.notes) if counted.notes else counted.estimate
 
 
-def count(setup: Setup, convention: Convention | None = None) -> Counted:
+def count(setup: Setup, convention: Convention | None = None) -> SetupEstimate:
     """The Estimate of a Setup; HF's code is traced where it asks for that."""
     return count_without_trace(setup, convention, _trace)
 
@@ -116,7 +116,7 @@ def translate(model: Any, **setup: Unpack[SetupKeywords]) -> Translation:
         sizes = [name for name in setup if name not in _QUOTED]
         if sizes:
             raise WorkloadError(f"an Estimate already says the work: give no {', '.join(sizes)} with it")
-        return translate_counted(Counted(model, []), from_keywords("translate", model, setup))
+        return translate_counted(SetupEstimate(model, []), from_keywords("translate", model, setup))
     chosen = from_keywords("translate", model, setup)
     return translate_counted(count(chosen), chosen)
 
@@ -124,9 +124,9 @@ def translate(model: Any, **setup: Unpack[SetupKeywords]) -> Translation:
 _QUOTED = ("from_", "mfu", "tflops", "tokens_per_second", "gpus", "device", "dtype", "peak", "mtp")
 
 
-def translate_counted(counted: Counted, setup: Setup) -> Translation:
+def translate_counted(counted: SetupEstimate, setup: Setup) -> Translation:
     """As `translate`, of what was counted."""
-    from flopcalc.core.estimate.translation import translate_estimate  # few ask for it, and start-up is counted
+    from flopcalc.core.estimate.translation import translate_estimate  # imported lazily: few calls need it
 
     place, compute = setup.place, setup.formats.compute
     found = translate_estimate(
@@ -150,7 +150,7 @@ def predict(model: Any = None, workload: Workload | None = None, **setup: Unpack
     return predict_counted(count(chosen, "hardware"), chosen)
 
 
-def predict_counted(counted: Counted, setup: Setup) -> Prediction:
+def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
     """As `predict`, of what was counted under convention hardware."""
     from flopcalc.prediction.step import predict_estimate
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import quoted_rows as page
 
-from flopcalc.core.estimate.quoted import load_quoted
+from flopcalc.core.estimate.published_conventions import load_quoted
 
 # Rows that neither a convention explains within 0.5 %, nor a formula of their release, nor rounding.
 UNKNOWN = {

@@ -12,7 +12,7 @@ import pytest
 
 from flopcalc.base.errors import FlopcalcError, SpecError
 from flopcalc.base.validate import FromZero, Items, Keys, Positive, Rule, find_fault
-from flopcalc.core.estimate.traced import Polynomials, Traced, load_trace, save_trace
+from flopcalc.core.estimate.traced import Polynomials, TracedModel, load_trace, save_trace
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.jobs.journal import Journal
 from flopcalc.measure.jobs.runner import RunnerError
@@ -39,7 +39,7 @@ def test_a_reference_that_names_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # --- traces ----------------------------------------------------------------------------------------------
-TRACED = Traced(
+TRACED = TracedModel(
     "m", "m", {"total": 3, "trainable": 2}, {"torch": "2"}, {"tokens": None, "merge": 2},
     (Polynomials("train", False, ("b", "b * ceil(n / 64)"), {"layer": ((Fraction(-1, 3), Fraction(2)),) * 3}, 31, 0),),
     {"input_ids": ["b", "n"]},

@@ -1,1 +1,1 @@
-"""What every room may import: errors, words, units, values, files and where data lies."""
+"""What every room may import: errors, words, units, values, files and where data is."""

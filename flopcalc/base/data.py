@@ -1,4 +1,4 @@
-"""Where data lies (shipped and the user's own), and how a TOML file is read from it.
+"""Where data is (shipped and the user's own), and how a TOML file is read from it.
 
 Paths are strings here and in config.py: pathlib alone would cost a tenth of the command's start-up time.
 """
@@ -48,7 +48,7 @@ def find_user_dir() -> str:
 
 
 def find_data_file(folder: str, name: str) -> str | None:
-    """<folder>/<name>.toml in the user's data folder, else in the shipped one; a spec may lie in specs/parts."""
+    """<folder>/<name>.toml in the user's data folder, else in the shipped one; a spec may be in specs/parts."""
     # A name is one path component: 'a/b' or '..' never leaves the folder.
     if not name or "/" in name or "\\" in name or "\0" in name or name.startswith("."):
         return None

@@ -58,7 +58,7 @@ def format_value(value: object) -> str:
 
 
 def _show(value: object, room: int) -> str:
-    """A value's repr, as far as there is room: lists of a YAML file may hold one another a million times."""
+    """A value's repr, shortened: lists of a YAML file may contain each other a million times."""
     kind = type(value)
     if room < 0:
         return "…"

@@ -9,13 +9,13 @@ from typing import Any
 from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import FlopcalcError, RecipeError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.vocabulary import DTYPES
+from flopcalc.base.vocabulary import DTYPES, Dtype
 
 PLAIN = "bf16"  # what is taken where nothing says otherwise
 
 
 @frozen()
-class Computed(Value):
+class ComputeFormat(Value):
     """A format that products are computed in."""
 
     name: str
@@ -32,11 +32,11 @@ def load_tables() -> dict[str, Any]:
 
 
 @cache
-def load_computed() -> tuple[dict[str, Computed], dict[str, str]]:
+def load_computed() -> tuple[dict[str, ComputeFormat], dict[str, str]]:
     """Formats of products, and other names for them."""
     tables: dict[str, Any] = load_tables()["compute"]
     computed = {
-        name: Computed(
+        name: ComputeFormat(
             name, entry["bits"], entry.get("everywhere", False), entry.get("stored", name), entry.get("fallback")
         )
         for name, entry in tables.items()
@@ -44,7 +44,7 @@ def load_computed() -> tuple[dict[str, Computed], dict[str, str]]:
     return computed, {alias: name for name, entry in tables.items() for alias in entry.get("aliases", ())}
 
 
-def find_computed(name: str) -> Computed:
+def find_computed(name: str) -> ComputeFormat:
     """The data of a format that products are computed in."""
     return load_computed()[0][name]
 
@@ -57,14 +57,14 @@ def name_format(value: object) -> str:
         return ""
 
 
-def parse_compute(value: object, what: str, error: type[FlopcalcError] = RecipeError) -> str:
+def parse_compute(value: object, what: str, error: type[FlopcalcError] = RecipeError) -> Dtype:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'; an unknown word is an error that names the option."""
     text = name_format(value)
     if text in DTYPES:  # without reading the file
         return text
     computed, aliases = load_computed()
     text = aliases.get(text, text)
-    if text not in computed:
-        near = format_nearest(text, computed)
-        raise error(f"{what} {format_value(value)} unknown.{near} Known: {', '.join(computed)}")
-    return text
+    if text in DTYPES:
+        return text
+    near = format_nearest(text, computed)
+    raise error(f"{what} {format_value(value)} unknown.{near} Known: {', '.join(computed)}")

@@ -14,11 +14,11 @@ _NARROWEST = 40  # a narrower terminal is not laid out for
 _GAP = "  "
 _PADDING = 2  # of a header, where there is room
 _LEAST = 14  # a column of words is made no narrower than this while columns can go to a table of their own
-_BREAKS = "./_-,;:@=+|"  # a word that is too long is cut behind one of these
+_BREAKS = "./_-,;:@=+|"  # a word that is too long is cut after one of these
 
 
 def find_width() -> int | None:
-    """Columns of the terminal, or $COLUMNS; None where the output goes elsewhere, for a file has no width."""
+    """Columns of the terminal, or $COLUMNS; None if the output goes to a file, which has no width."""
     text = os.environ.get("COLUMNS", "")
     columns = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
     if not columns and sys.stdout.isatty():
@@ -132,7 +132,7 @@ def _cut(text: str, width: int) -> list[str]:
 
 
 def _take_line(text: str, width: int) -> tuple[str, str]:
-    """The first line of at most a width and the rest: cut at a space, else behind a mark, else anywhere."""
+    """The first line of at most a width and the rest: cut at a space, else after a mark, else anywhere."""
     if len(text) <= width:
         return text, ""
     at = text.rfind(" ", 0, width + 1)

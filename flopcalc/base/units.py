@@ -69,11 +69,11 @@ def format_number(value: float | None) -> str:
 
 
 class Unit(NamedTuple):
-    """What may stand behind a number, and what it multiplies by; upper and lower case are alike."""
+    """Suffixes of a number, and what they multiply it by; upper and lower case are alike."""
 
     suffixes: Mapping[str, int | str]
     example: str
-    name: str = ""  # behind a value that is printed in full
+    name: str = ""  # after a value that is printed in full
 
 
 _BINARY = Unit({"k": 1 << 10, "m": 1 << 20}, "4096 or 4k")

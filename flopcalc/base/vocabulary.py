@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Literal, TypeVar, get_args
 
 from flopcalc.base.errors import FlopcalcError, format_nearest, format_value
@@ -12,6 +11,8 @@ Convention = Literal["model", "full", "hardware"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 Phase = Literal["train", "forward", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+# What operators were recorded in; flow: a training step through frozen weights; empty: any phase.
+RecordedPhase = Literal["", "train", "flow", "forward", "prefill", "decode"]
 # A diffusion pipeline samples: its denoiser runs at every step.
 PipelinePhase = Literal["train", "forward", "prefill", "decode", "sample"]
 PIPELINE_PHASES: tuple[PipelinePhase, ...] = get_args(PipelinePhase)
@@ -47,6 +48,10 @@ LAYOUT_RECOMPUTE: tuple[LayoutRecompute, ...] = get_args(LayoutRecompute)
 # Optimizers whose step is timed; none: no optimizer runs.
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "none"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+# Optimizers whose memory is known.
+StateOptimizer = Literal[
+    "adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "lion", "sgd", "sgd-momentum"
+]  # fmt: skip
 # DP-SGD as Opacus does it.
 Clipping = Literal["none", "hooks", "ghost", "fast"]
 CLIPPING: tuple[Clipping, ...] = get_args(Clipping)
@@ -61,7 +66,7 @@ EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 By = Literal["component", "module", "kind", "dtype"]
 BY: tuple[By, ...] = get_args(By)
 
-# Formats that a device's peak can be of; fp4 is the peak that nvfp4 and mxfp4 share, whichever of them it has.
+# Formats that a device can have a peak for; fp4 is the peak that nvfp4 and mxfp4 share.
 # model_specs/formats.toml says the rest about each.
 Dtype = Literal[
     "bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "mxfp8", "fp6", "fp4", "nvfp4", "mxfp4", "int8", "int4"
@@ -98,18 +103,3 @@ def check_flag(value: object, what: str) -> bool:
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
     raise FlopcalcError(f"{what} must be True or False, not {format_value(value)}")
-
-
-def check_keywords(given: Collection[str], call: Callable[..., object], name: str, error: type[FlopcalcError]) -> None:
-    """An error of `name`, which hands keywords on to `call`: for one that is not known, and for those that lack."""
-    from inspect import Parameter, signature  # few need it, and start-up is counted
-
-    _, *taken = signature(call).parameters.values()  # the first is the model, which the caller gives itself
-    known = [each.name for each in taken]
-    for keyword in given:
-        if keyword not in known:
-            near = format_nearest(keyword, known)
-            raise error(f"keyword {format_value(keyword)} of {name} unknown.{near} Known: {', '.join(known)}")
-    needed = [each.name for each in taken if each.default is Parameter.empty and each.name not in given]
-    if needed:
-        raise error(f"{name} needs {', '.join(needed)}")

@@ -12,7 +12,7 @@ import click
 
 from flopcalc._version import __version__
 from flopcalc.base.errors import FlopcalcError, format_nearest
-from flopcalc.cli.command import Group
+from flopcalc.cli.command import CommandGroup
 from flopcalc.cli.streams import drop_output, prepare_streams
 
 # Command -> module that defines it, and its line in --help (so that help need not load them all).
@@ -37,7 +37,7 @@ _COMMANDS = {
 }
 
 
-class _Commands(Group):
+class _Commands(CommandGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> int:
     """Run a command; its exit code. Click's own main() would end with 1 where a reader went away."""
-    if "_FLOPCALC_COMPLETE" in os.environ:  # a shell asks what could stand here
+    if "_FLOPCALC_COMPLETE" in os.environ:  # a shell asks for completions
         _group.main(args=arguments, prog_name="flopcalc")
     try:
         with _group.make_context("flopcalc", list(arguments)) as context:
@@ -109,6 +109,6 @@ def _fail(message: str) -> None:
     line = " ".join(message.split())
     try:
         click.echo(f"flopcalc: {line}", err=True)
-    except OSError:  # nobody is left to be told
+    except OSError:  # nobody is left to read a message
         drop_output()
     sys.exit(2)

@@ -7,13 +7,13 @@ from typing import Any
 import click
 
 from flopcalc.base.errors import CalibrationError, format_nearest
-from flopcalc.cli.command import Group
+from flopcalc.cli.command import CommandGroup
 from flopcalc.cli.streams import show_json
-from flopcalc.hardware.tables import SHAPES, Table, find_folder_tables, list_tables, load_table
+from flopcalc.hardware.tables import SHAPES, MeasuredTable, find_folder_tables, list_tables, load_table
 from flopcalc.report import calibration as report
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def calibration() -> None:
     """Show, list and compare measured tables."""
 
@@ -76,7 +76,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
     click.echo(report.format_differences(summary))
 
 
-def _load(device: str, name: str) -> Table:
+def _load(device: str, name: str) -> MeasuredTable:
     tables = find_folder_tables(device)
     if name not in tables:
         raise CalibrationError(
@@ -85,7 +85,7 @@ def _load(device: str, name: str) -> Table:
     return load_table(tables[name])
 
 
-def _compare(first: Table, second: Table) -> dict[str, Any]:
+def _compare(first: MeasuredTable, second: MeasuredTable) -> dict[str, Any]:
     """Rows matched by what they measure: ratios of times, and counts that are not the same."""
     from statistics import median
 

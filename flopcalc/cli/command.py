@@ -42,7 +42,7 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """A group whose commands are of this kind, and that shows its help where none is given."""
 
     command_class = Command

@@ -1,4 +1,4 @@
-"""`flopcalc crosscheck`: one batch is run, and every witness of this machine is set beside the analytic count."""
+"""`flopcalc crosscheck`: run one batch and compare every counter on this machine with the analytic count."""
 
 from __future__ import annotations
 

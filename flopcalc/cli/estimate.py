@@ -10,7 +10,7 @@ from flopcalc.api import count
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.units import format_flops, parse_size
-from flopcalc.base.vocabulary import BY
+from flopcalc.base.vocabulary import BY, By
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import FORMATS, format_options, write_page
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 @frozen()
-class Counted(Value):
+class EstimateResult(Value):
     """One result."""
 
     estimate: Estimate
     mfu: Utilization | None
     hfu: Utilization | None
     run: Run | None
-    notes: list[str]  # beside the estimate's own
+    notes: list[str]  # besides the estimate's own
     launch: dict[str, Any] | None = None  # what launch files said
 
-    def to_dict(self, by: str | None, depth: int | None) -> dict[str, Any]:
+    def to_dict(self, by: By | None, depth: int | None) -> dict[str, Any]:
         shown = self.estimate.to_dict(depth)
         shown["mfu"] = self.mfu.to_dict() if self.mfu else None
         shown["hfu"] = self.hfu.to_dict() if self.hfu else None
@@ -60,7 +60,7 @@ class Counted(Value):
 def estimate(
     model: str,
     depth: str | None,
-    by: str | None,
+    by: By | None,
     style: str,
     output: str | None,
     plot_file: str | None,
@@ -111,16 +111,16 @@ def estimate(
     )
 
 
-def _count(model: str, given: dict[str, Any]) -> Counted:
+def _count(model: str, given: dict[str, Any]) -> EstimateResult:
     setup = make_setup("estimate", model, given)
     counted = count(setup)
     model_share, hardware_share, notes = find_shares(counted, setup)
     run = find_run(counted.estimate, setup)
-    return Counted(counted.estimate, model_share, hardware_share, run, [*counted.notes, *notes], setup.launch)
+    return EstimateResult(counted.estimate, model_share, hardware_share, run, [*counted.notes, *notes], setup.launch)
 
 
 def _show_list(
-    model: str, given: dict[str, Any], style: str, output: str | None, by: str | None, depth: int | None,
+    model: str, given: dict[str, Any], style: str, output: str | None, by: By | None, depth: int | None,
     plot_file: str | None,
 ) -> None:  # fmt: skip
     from flopcalc.cli import lists  # only where used: a single estimate starts without it

@@ -18,7 +18,7 @@ MOST_ROWS = 64
 Result = TypeVar("Result")
 
 
-class Row(NamedTuple):
+class ListedRow(NamedTuple):
     """One combination of listed values: what was varied, and the options of the single result."""
 
     varied: dict[str, int | str]
@@ -29,7 +29,7 @@ class Row(NamedTuple):
         return " ".join(f"--{name} {value}" for name, value in self.varied.items())
 
 
-def expand(options: Mapping[str, object]) -> list[Row]:
+def expand(options: Mapping[str, object]) -> list[ListedRow]:
     """Every combination of the values that the options list."""
     lists: dict[str, list[int | str]] = {}
     for name in LISTED:
@@ -45,17 +45,17 @@ def expand(options: Mapping[str, object]) -> list[Row]:
     if count > MOST_ROWS:
         raise WorkloadError(f"{count} combinations of the listed values: at most {MOST_ROWS} are shown")
     found = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
-    return [Row(varied, {**options, **{name: str(value) for name, value in varied.items()}}) for varied in found]
+    return [ListedRow(varied, {**options, **{name: str(value) for name, value in varied.items()}}) for varied in found]
 
 
-def show_rows(rows: Sequence[Row], results: Sequence[Mapping[str, object]]) -> None:
+def show_rows(rows: Sequence[ListedRow], results: Sequence[Mapping[str, object]]) -> None:
     """The single results as one object, each with the values that make it differ from the others."""
     shown = [{"varied": row.varied, **result} for row, result in zip(rows, results, strict=True)]
     show_json({"schema": 1, "rows": shown})
 
 
 def show_table(
-    rows: Sequence[Row],
+    rows: Sequence[ListedRow],
     cells: Sequence[Mapping[str, str | None]],
     notes: Sequence[Sequence[str]],
     *,
@@ -69,7 +69,7 @@ def show_table(
 
 
 def make_page(
-    rows: Sequence[Row],
+    rows: Sequence[ListedRow],
     cells: Sequence[Mapping[str, str | None]],
     notes: Sequence[Sequence[str]],
     *,
@@ -87,13 +87,15 @@ def make_page(
     return make_list_page(title, headers, table, _name_notes(rows, notes), label=label, bars=drawn)
 
 
-def _name_notes(rows: Sequence[Row], notes: Sequence[Sequence[str]]) -> list[str]:
+def _name_notes(rows: Sequence[ListedRow], notes: Sequence[Sequence[str]]) -> list[str]:
     """Every note once, with the rows that it is of."""
     every = dict.fromkeys(note for found in notes for note in found)
     return [f"{_name_rows(rows, [note in found for found in notes])}{note}" for note in every]
 
 
-def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], object]], results: Sequence[Result]) -> None:
+def show_csv(
+    rows: Sequence[ListedRow], columns: Mapping[str, Callable[[Result], object]], results: Sequence[Result]
+) -> None:
     """Exact values, a line each."""
     from flopcalc.report.estimate import format_lines
 
@@ -104,7 +106,7 @@ def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], objec
     click.echo(format_lines([*rows[0].varied, *columns], lines))
 
 
-def draw(path: str, rows: Sequence[Row], values: Sequence[float], label: str) -> None:
+def draw(path: str, rows: Sequence[ListedRow], values: Sequence[float], label: str) -> None:
     """A curve over the list that changes fastest, one line per combination of the others."""
     from flopcalc.base.figures import draw_curves
 
@@ -116,7 +118,7 @@ def draw(path: str, rows: Sequence[Row], values: Sequence[float], label: str) ->
     draw_curves(path, lines, axis, label)
 
 
-def _name_rows(rows: Sequence[Row], chosen: Sequence[bool]) -> str:
+def _name_rows(rows: Sequence[ListedRow], chosen: Sequence[bool]) -> str:
     """Which rows a note is of, as shortly as can be: nothing for all, the values of one option, or every row."""
     if all(chosen):
         return ""

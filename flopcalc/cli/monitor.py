@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from flopcalc.cli.command import Group
+from flopcalc.cli.command import CommandGroup
 from flopcalc.cli.pages import format_options, write_page
 from flopcalc.cli.streams import show_json
 from flopcalc.monitor.log import METRICS, find_series, load_log, summarize
 from flopcalc.monitor.log import plot as plot_log
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def monitor() -> None:
     """Summarize or plot the log of a training monitor."""
 

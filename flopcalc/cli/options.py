@@ -34,7 +34,7 @@ def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 
 def complete_quoted(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from flopcalc.core.estimate.quoted import load_quoted
+    from flopcalc.core.estimate.published_conventions import load_quoted
 
     return [name for name in load_quoted().conventions if name.startswith(incomplete.lower())]
 
@@ -120,7 +120,7 @@ def explain_unknown(command: str | None, flag: str) -> str | None:
     name = next((each for each, field in FIELDS.items() if field.also == flag.lstrip("-")), name)
     if name not in FIELDS or not FIELDS[name].in_doors:
         return None
-    from flopcalc.setup.setup import explain_refusal  # only where something is wrong: start-up is counted
+    from flopcalc.setup.setup import explain_refusal  # imported lazily: only errors need it
 
     with use_spelling(spell_option):
         return explain_refusal(str(command), name)

@@ -13,7 +13,7 @@ from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import format_options, write_page
 from flopcalc.cli.streams import show_json
-from flopcalc.setup.counting import Counted
+from flopcalc.setup.counting import SetupEstimate
 from flopcalc.setup.setup import Setup, make_setup
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def predict(
         )
 
 
-class Predicted(NamedTuple):
+class PredictResult(NamedTuple):
     """One result."""
 
-    counted: Counted
+    counted: SetupEstimate
     found: Prediction
     notes: list[str]
     device: str
@@ -93,7 +93,7 @@ class Predicted(NamedTuple):
         return shown
 
 
-def _predict(model: str, given: dict[str, Any], memory: bool, has_events: bool = False) -> Predicted:
+def _predict(model: str, given: dict[str, Any], memory: bool, has_events: bool = False) -> PredictResult:
     from flopcalc.prediction.step import find_largest_batch
 
     setup = make_setup("predict", model, given)
@@ -106,7 +106,7 @@ def _predict(model: str, given: dict[str, Any], memory: bool, has_events: bool =
     kept = _compare_recompute(setup, counted, found, settings) if memory else None
     largest = find_largest_batch(counted.estimate, **settings) if memory else None
     notes = _list_notes(counted, found, setup)
-    return Predicted(counted, found, notes, settings["device"], memory, kept, largest, setup.launch)
+    return PredictResult(counted, found, notes, settings["device"], memory, kept, largest, setup.launch)
 
 
 def _show_list(
@@ -137,7 +137,7 @@ def _show_list(
         click.echo(f"written: {plot_file}")
 
 
-def _list_notes(counted: Counted, found: Prediction, setup: Setup) -> list[str]:
+def _list_notes(counted: SetupEstimate, found: Prediction, setup: Setup) -> list[str]:
     """What a reader should know of the prediction, of the workload and of options that change nothing, each once."""
     notes, optimizer = list(found.notes), setup.get("optimizer", "none")
     phase = counted.estimate.terms[0].load.phase
@@ -147,7 +147,7 @@ def _list_notes(counted: Counted, found: Prediction, setup: Setup) -> list[str]:
 
 
 def _compare_recompute(
-    setup: Setup, counted: Counted, found: Prediction, settings: dict[str, Any]
+    setup: Setup, counted: SetupEstimate, found: Prediction, settings: dict[str, Any]
 ) -> dict[str, int] | None:
     """Bytes of activations that autograd keeps without recomputation and with it; None where nothing trains."""
     from flopcalc.prediction.step import predict_estimate

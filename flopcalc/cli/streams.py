@@ -23,7 +23,7 @@ def prepare_streams() -> None:
     """Call once before anything is written."""
     codecs.register_error(_HANDLER, _replace)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:  # closed by whoever started this process: >&-
+        if getattr(sys, name) is None:  # the parent process closed it: >&-
             setattr(sys, name, open(_take_number(number), "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
         reconfigure = getattr(getattr(sys, name), "reconfigure", None)
         if reconfigure is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from flopcalc.base.files import format_json
-from flopcalc.cli.command import Group
+from flopcalc.cli.command import CommandGroup
 from flopcalc.cli.options import complete_model
 from flopcalc.cli.pages import write_page
 
@@ -88,7 +88,7 @@ def _with(*groups: Sequence[Callable[[Function], Function]]) -> Callable[[Functi
     return add
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def sweep() -> None:
     """Train many configurations for a few steps and compare them.
 

@@ -14,7 +14,7 @@ from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import DTYPES as DTYPES
-from flopcalc.base.vocabulary import FusedKernel
+from flopcalc.base.vocabulary import Dtype, FusedKernel
 
 
 @frozen()
@@ -172,7 +172,7 @@ _NUMBERED = ("rtx", "mi", "tpuv", "gaudi", "trainium")  # families whose generat
 
 
 def _name_family(name: str) -> tuple[str, str]:
-    """'h200-sxm' -> ('h', ''), 'rtx-4090' -> ('rtx', '4'): the letters, and the digit that tells the generation."""
+    """'h200-sxm' -> ('h', ''), 'rtx-4090' -> ('rtx', '4'): the letters, and the digit of the generation."""
     match = re.match(r"([a-z]*)(\d?)", _plain(name))
     assert match is not None  # it matches anything
     return match[1], match[2] if match[1] in _NUMBERED else ""
@@ -189,7 +189,7 @@ def find_sdpa(device: Device | None, kind: str) -> FusedKernel:
     return "efficient" if kind in ("fp32", "tf32") else device.sdpa or "flash"
 
 
-def parse_dtype(dtype: object) -> str:
+def parse_dtype(dtype: object) -> Dtype:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'."""
     return parse_compute(dtype, "dtype", DeviceError)
 

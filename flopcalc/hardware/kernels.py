@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
 from flopcalc.hardware.attention_shape import BLOCK, KernelShape
 from flopcalc.hardware.routing import EVEN, Routing
-from flopcalc.hardware.tables import Table, find_table, load_table
+from flopcalc.hardware.tables import MeasuredTable, find_table, load_table
 from flopcalc.hardware.tiles import (
     MODELLED,
     NEAR_DIM,
@@ -108,7 +108,9 @@ def _add_dims(table: KernelTable) -> KernelTable:
     return table._replace(shapes=tuple(sorted(shapes.items())), ranges=tuple(sorted(ranges.items())))
 
 
-def read_kernel_table(table: Table, kernel: FusedKernel, padding: Table | None = None) -> KernelTable | None:
+def read_kernel_table(
+    table: MeasuredTable, kernel: FusedKernel, padding: MeasuredTable | None = None
+) -> KernelTable | None:
     """Constants from the rows whose executed FLOPs were counted by the hardware, and those rows by themselves."""
     rows = [row for row in table.select(kernel=kernel) if row["executed_flops"]]
     shapes = {}

@@ -16,7 +16,7 @@ SCHEMA = 1
 _Sizes = Keys(names="[1-9][0-9]*")
 
 
-class Source(TypedDict):
+class SystemSource(TypedDict):
     """Who measured it, under which licence."""
 
     source: str
@@ -24,7 +24,7 @@ class Source(TypedDict):
 
 
 class ProductFit(TypedDict):
-    """The fields of a ProductShape, and how far measured products lie from it."""
+    """The fields of a ProductShape, and how far measured products are from it."""
 
     shape: Annotated[list[float], Items((*(Positive,) * 8, FromOne))]
     median_error: FromZero
@@ -34,7 +34,7 @@ class System(TypedDict):
     """The measured kernels of a device."""
 
     device_id: str
-    provenance: Source
+    provenance: SystemSource
     products: dict[str, ProductFit]  # by number format
     # Share of the products' rate that a whole step keeps up, by number format; attention
     sustained: dict[str, Positive]

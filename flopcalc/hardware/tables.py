@@ -25,7 +25,7 @@ _CACHED_TABLES = 16
 _SIZES = ("m", "n", "k", "qk_dim", "v_dim", "length", "batch", "heads", "bytes", "seq")
 
 
-class Shape(NamedTuple):
+class TableShape(NamedTuple):
     """A table's columns: those that say what was measured, the timed ones, those that must repeat exactly, the rest."""
 
     keys: tuple[str, ...]
@@ -39,25 +39,25 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "gemm": Shape(
+    "gemm": TableShape(
         ("dtype", "direction", "m", "n", "k", "mode"),
         ("seconds",),
         ("executed_flops",),
         ("spread", "tflops", "sm_clock_mhz", "power_w"),
     ),
-    "attention": Shape(
+    "attention": TableShape(
         ("kernel", "qk_dim", "v_dim", "mask", "length", "direction", "batch", "heads"),
         ("seconds",),
         ("needed_flops", "executed_flops"),
         ("spread", "tflops"),
     ),
-    "memory": Shape(
+    "memory": TableShape(
         ("op", "direction", "bytes"),
         ("seconds",),
         (),
         ("spread", "gb_per_s", "factor"),
     ),
-    "counts": Shape(
+    "counts": TableShape(
         ("family", "phase", "seq", "batch", "images", "kernel", "recompute"),
         (),
         (
@@ -72,13 +72,13 @@ SHAPES = {
         ),
         ("ratio", "parameters"),
     ),
-    "padding": Shape(
+    "padding": TableShape(
         ("family", "seq", "batch", "images", "module", "kernel", "direction", "shape"),
         (),
         ("needed_flops", "executed_flops"),
         ("calls", "calls_recompute"),
     ),
-    "steps": Shape(
+    "steps": TableShape(
         ("model", "batch", "seq", "images", "attention", "recompute"),
         ("seconds",),
         ("model_flops", "hardware_flops", "parameters"),
@@ -87,7 +87,7 @@ SHAPES = {
 }
 
 
-class Table(NamedTuple):
+class MeasuredTable(NamedTuple):
     """One table as read from its file."""
 
     name: str
@@ -119,7 +119,7 @@ class Table(NamedTuple):
 
 # --- where tables lie -------------------------------------------------------------------------------------------------
 def list_tables() -> dict[str, dict[str, str]]:
-    """Device id -> table -> file, of all tables; the user's own stand in place of the shipped."""
+    """Device id -> table -> file, of all tables; the user's own replace the shipped ones."""
     found: dict[str, dict[str, str]] = {}
     for root in (find_data_dir(), find_user_dir()):
         base = os.path.join(root, FOLDER)
@@ -165,7 +165,7 @@ def find_folder_tables(where: str) -> dict[str, str]:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-def load_table(path: str) -> Table:
+def load_table(path: str) -> MeasuredTable:
     """A checked table, or a CalibrationError that names the file; one that has not changed is not parsed again."""
     try:
         found = os.stat(path)
@@ -177,7 +177,7 @@ def load_table(path: str) -> Table:
 
 
 @lru_cache(maxsize=_CACHED_TABLES)
-def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> Table:
+def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> MeasuredTable:
     data = read_bytes(path, MAX_TABLE_BYTES, CalibrationError)
     try:
         content = json.loads(data)
@@ -214,10 +214,10 @@ def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> Table:
         _check_values(path, SHAPES[name], columns, rows)
     if not all(isinstance(failure, dict) for failure in failures):
         raise CalibrationError(f"{path}: a failure is an object")
-    return Table(name, path, provenance, tuple(columns), tuple(map(tuple, rows)), tuple(failures))
+    return MeasuredTable(name, path, provenance, tuple(columns), tuple(map(tuple, rows)), tuple(failures))
 
 
-def _check_values(path: str, shape: Shape, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def _check_values(path: str, shape: TableShape, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Column by column: the types of a whole column are one set, and its rows are looked at only if that is wrong."""
     kinds: list[tuple[tuple[str, ...], set[type], str]] = [
         (tuple(name for name in shape.keys if name not in _SIZES), {str}, "a word"),
@@ -299,7 +299,7 @@ def save_table(
 def _arrange(
     columns: Sequence[str], records: Iterable[Mapping[str, object]], failures: Iterable[Mapping[str, object]]
 ) -> tuple[list[list[Any]], list[Mapping[str, Any]]]:
-    """Rows and failures in the order in which they stand in a file."""
+    """Rows and failures in the order of the file."""
     rows = sorted(([record.get(column) for column in columns] for record in records), key=_sort_key)
     return rows, sorted(failures, key=lambda failure: str(failure.get("row")))
 

@@ -4,7 +4,7 @@ Products: a kernel computes whole clusters of tiles, and depth in steps of 64; t
 the GPU, benchmarks/results/tile_choices.json.gz). Which tile and which cluster cuBLAS takes, and whether it splits the
 depth, is guessed: what would end first, by constants fitted on 17,000 layers (model_specs/tiles, made by
 benchmarks/tile_choices.py). Batches of a multiple of 32, 64 or 128 rows get other kernels and have constants of their
-own. What a weight's gradient pads depends on its widths and hardly on the rows: GRADIENTS has those that were measured.
+own. What a weight's gradient pads depends on its widths and little on the rows: GRADIENTS has those that were measured.
 
 Experts: a grouped product has two kinds of tiles, by the rows that an expert has on average; exact for 150 products.
 Attention: blocks of 128 and steps of 64; exact for 51 of 52 calls.
@@ -170,7 +170,7 @@ def count_product_excess(m: int, n: int, k: int) -> dict[ProductDirection, int]:
 
 
 def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[ProductDirection, int]:
-    """Executed FLOPs of a grouped product whose rows fill so many in tiles of a side, and so many as depth."""
+    """Executed FLOPs of a grouped product: `rows` padded to tiles of a side, `deep` padded as the depth."""
     return {
         "forward": round(2 * rows * pad(n, side) * pad(k, _DEPTH)),
         "dgrad": round(2 * rows * pad(k, side) * pad(n, _DEPTH)),

@@ -89,7 +89,7 @@ class StepCounter:
         return Workload(1, sum(documents), documents, "packed", grids=grids)
 
     def _note_shapes(self, bound: Estimator, merge: int) -> None:
-        """Say once that a model's windows depend on the shape of a picture, which patch counts do not tell."""
+        """Say once that a model's windows depend on the shape of a picture, which patch counts do not show."""
         if self._depends_on_shape is None:
             counts = {bound.estimate(Workload(1, 4096, grids=[(t, h * merge, w * merge)])).total for t, h, w in _SHAPES}
             self._depends_on_shape = len(counts) > 1
@@ -102,7 +102,7 @@ class StepCounter:
 
 @lru_cache(maxsize=65536)
 def make_grid(patches: int, merge: int) -> Grid:
-    """The grid nearest to a square that has so many patches, its sides multiples of the merge size."""
+    """The grid nearest to a square with this number of patches, its sides multiples of the merge size."""
     area, rest = divmod(patches, merge * merge)
     if rest or patches < 1:
         raise WorkloadError(f"{patches} patches of a picture are no multiple of {merge * merge} (merge size {merge})")

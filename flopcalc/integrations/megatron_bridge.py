@@ -70,7 +70,7 @@ def _read_experts(model: Any) -> Experts | None:
 
 
 def _pad_vocabulary(model: Any) -> int:
-    """The head's width: Megatron pads it to a multiple of so many rows for each tensor-parallel rank."""
+    """The head's width: Megatron pads it to a multiple of that many rows for each tensor-parallel rank."""
     multiple = getattr(model, "make_vocab_size_divisible_by", 1) * getattr(model, "tensor_model_parallel_size", 1)
     if getattr(model, "should_pad_vocab", True):
         return -(-int(model.vocab_size) // multiple) * multiple

@@ -26,7 +26,7 @@ def floating_point_ops(
 def install(*, read_device: bool = False, **options: object) -> Callable[[], None]:
     """Replace Trainer.floating_point_ops; options are those of flopcalc.bind, and `model=`.
 
-    Masks that lie on a GPU are not read, since that would wait for it: padding then counts as tokens. `read_device`
+    Masks on a GPU are not read, since that would wait for it: padding then counts as tokens. `read_device`
     reads them, once for each micro-batch.
     """
     from transformers import Trainer

@@ -22,7 +22,7 @@ class FlopsCounter:
         batch_seqlens: Sequence[int],
         delta_time: float,
         images_seqlens: Sequence[int] | None = None,
-        **_: object,  # what other versions of verl hand over
+        **_: object,  # what other versions of verl pass
     ) -> tuple[float, float]:
         """TFLOP/s of a training step, and what verl says the device can do; `images_seqlens` are patch counts."""
         from verl.utils.flops_counter import get_device_flops

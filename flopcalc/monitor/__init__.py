@@ -17,7 +17,7 @@ __all__ = [
     "FlopcalcCallback", "FlopcalcMonitor",
 ]  # fmt: skip
 
-# Public name -> module: transformers and lightning are needed only by whoever uses their callbacks.
+# Public name -> module: only users of their callbacks need transformers and lightning.
 _HOMES = {
     "training": ("TrainingMonitor",),
     "settings": ("Settings", "load_settings"),

@@ -51,8 +51,8 @@ class Fetcher(Protocol):
     def take(self, name: str, tensor: Any, holder: Any) -> Any: ...
 
 
-class Shape:
-    """Stands for a tensor of which only the shape counts."""
+class TensorShape:
+    """Replaces a tensor of which only the shape counts."""
 
     __slots__ = ("shape",)
 
@@ -68,21 +68,21 @@ class Snapshot(NamedTuple):
 
     key: tuple[tuple[str, Any], ...]  # the shape of everything that counts
     values: Mapping[str, Any]  # of what counts by its values, those: on the host, or on their way there
-    head: Head | None = None  # None: the model's own
+    head: LabelHead | None = None  # None: the model's own
 
 
-class Head(NamedTuple):
+class LabelHead(NamedTuple):
     """A head that is given labels, and forms logits where it wants to."""
 
     labels: Any
-    is_shifted: bool  # each label stands where its logits are formed
+    is_shifted: bool  # each label is at the position whose logits predict it
     is_compact: bool  # logits are formed where there are labels alone
 
 
 Formats = Mapping[str, float]  # number format -> FLOPs
 
 
-class Work(NamedTuple):
+class BatchWork(NamedTuple):
     """What one micro-batch asked for: FLOPs by the number format that they are computed in, and sizes."""
 
     load: Workload
@@ -122,7 +122,7 @@ class Intake:
             **dict.fromkeys((*_SHAPES, *audio, *traced), False),
             **dict.fromkeys((*_VALUES, *own, *(_DECODER_VALUES if estimator.has_decoder else ())), True),
         }
-        self._plain: OrderedDict[Hashable, Work] = OrderedDict()
+        self._plain: OrderedDict[Hashable, BatchWork] = OrderedDict()
         self._counted: OrderedDict[Hashable, dict[str, int]] = OrderedDict()
         self._kinds: dict[Hashable, Hashable] = {}  # workload classes of batches of text, by shape and names
         self._eager: Estimator | None = None
@@ -152,7 +152,7 @@ class Intake:
         return _new(Snapshot, (tuple(key), values, head))
 
     def classify(self, batch: Mapping[str, object]) -> Hashable:
-        """The workload class, which a measured factor holds for: the length's power of two, and what is beside text."""
+        """The workload class that a measured factor holds for: the length's power of two, and inputs besides text."""
         sizes = (getattr(batch.get("input_ids"), "shape", None), *batch)
         kind = self._kinds.get(sizes)
         if kind is None:
@@ -164,7 +164,7 @@ class Intake:
         return kind
 
     def is_told_by(self, sizes: Hashable) -> bool:
-        """Whether these sizes alone, the shape of the text and the names of a batch, tell its workload class."""
+        """Whether these sizes alone, the shape of the text and the names of a batch, determine its workload class."""
         return sizes in self._kinds
 
     def _classify(self, batch: Mapping[str, object]) -> Hashable:
@@ -180,7 +180,7 @@ class Intake:
                 found.append(_CLASSES[name])
         return tuple(found)
 
-    def count(self, snapshot: Snapshot, phase: Phase = "train") -> Work:
+    def count(self, snapshot: Snapshot, phase: Phase = "train") -> BatchWork:
         """FLOPs and sizes of a snapshot whose copies have arrived."""
         if snapshot.values or snapshot.head is not None:
             return self._count(snapshot, phase)
@@ -191,7 +191,7 @@ class Intake:
                 self._plain.popitem(last=False)
         return found
 
-    def count_generated(self, prompt: Work, new: int, lengths: Sequence[int]) -> Work:
+    def count_generated(self, prompt: BatchWork, new: int, lengths: Sequence[int]) -> BatchWork:
         """A prompt, then `new` tokens for each row, one by one; of these a row needs `lengths`."""
         load, rows = prompt.load, prompt.load.rows
         if self.estimator.has_decoder or self.estimator.origin == "trace":
@@ -225,15 +225,15 @@ class Intake:
                     hardware.update({name: times * flops for name, flops in self._find("hardware", load).items()})
         return model, None if self.estimator.origin == "trace" else hardware
 
-    def count_eager(self, work: Work, head: Head | None = None) -> int:
+    def count_eager(self, work: BatchWork, head: LabelHead | None = None) -> int:
         """What an operator counter sees of it: every pair, and what is recomputed."""
         if self.estimator.origin == "trace":
             return sum(self._find("own", work.load).values())
         return sum(self._find("eager", work.load, head).values())
 
-    def _count(self, snapshot: Snapshot, phase: Phase) -> Work:
+    def _count(self, snapshot: Snapshot, phase: Phase) -> BatchWork:
         values = {
-            name: Shape(shape) for name, shape in snapshot.key if shape is not None and name != "position_ids"
+            name: TensorShape(shape) for name, shape in snapshot.key if shape is not None and name != "position_ids"
         }  # positions count by their values alone
         values |= {name: read_held(name, value) for name, value in snapshot.values.items()}
         if self.context_parallel > 1:
@@ -247,9 +247,9 @@ class Intake:
         samples = len(load.documents) if load.layout == "packed" and load.documents is not None else load.rows
         tokens = self.estimator.count_tokens(load)
         padded += tokens - load.tokens  # latents are not padded
-        return Work(load, model, hardware, tokens, padded, samples, len(load.all_grids), estimate._notes)
+        return BatchWork(load, model, hardware, tokens, padded, samples, len(load.all_grids), estimate._notes)
 
-    def _find(self, kind: str, load: Workload, head: Head | None = None) -> dict[str, int]:
+    def _find(self, kind: str, load: Workload, head: LabelHead | None = None) -> dict[str, int]:
         """FLOPs by format: `own` convention, `hardware`, or hardware with the eager kernel."""
         key = (kind, load) if head is None else None
         found = self._counted.get(key) if key is not None else None
@@ -280,10 +280,10 @@ class Intake:
         for name, value in values.items():
             if name in ("attention_mask", "position_ids"):
                 continue  # of the chunk alone
-            if name in ("input_ids", "inputs_embeds") and isinstance(value, Shape):
+            if name in ("input_ids", "inputs_embeds") and isinstance(value, TensorShape):
                 shape = list(value.shape)
                 shape[1] *= self.context_parallel
-                value = Shape(shape)
+                value = TensorShape(shape)
             found[name] = value
         return found
 
@@ -303,7 +303,7 @@ def count_scored(batch: Mapping[Any, Any]) -> int | None:
     return int((_cut_labels(head) != _IGNORED).sum()) if head is not None and head.is_compact else None
 
 
-def _take_head(batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> Head | None:
+def _take_head(batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> LabelHead | None:
     """Labels decide where the head forms logits."""
     name = next((each for each in _SCORED if batch.get(each) is not None), None)
     if name is None:
@@ -316,19 +316,19 @@ def _take_head(batch: Mapping[str, object], fetcher: Fetcher | None, holder: obj
         labels = fetcher.take(name, labels, holder)
     else:
         labels = copy_value(labels)
-    return Head(labels, name == "shift_labels", is_compact)
+    return LabelHead(labels, name == "shift_labels", is_compact)
 
 
-def _cut_labels(head: Head) -> Any:
+def _cut_labels(head: LabelHead) -> Any:
     """The labels that logits are scored with."""
     given = read_held("labels", head.labels)
     return given if head.is_shifted else given[:, 1:]
 
 
-def _count_head(estimator: Estimator, load: Workload, convention: Convention, head: Head) -> dict[str, Flops]:
+def _count_head(estimator: Estimator, load: Workload, convention: Convention, head: LabelHead) -> dict[str, Flops]:
     """FLOPs where the head forms as many logits as it needs (model), or as it does (full, hardware).
 
-    FLOPs are linear in the logits, so two counts tell what one of them costs.
+    FLOPs are linear in the logits, so two counts show what one of them costs.
     """
     labels = _cut_labels(head)
     needed = int((labels != _IGNORED).sum())
@@ -413,7 +413,7 @@ class HostBatches:
         return watched if all(ours == theirs for ours, theirs in shapes) else batch
 
 
-class Watched:
+class WatchedLoader:
     """A loader whose batches are seen while they are on the host."""
 
     def __init__(self, loader: Iterable[object], see: Callable[[object], None]) -> None:

@@ -72,7 +72,7 @@ class MonitorCallback:
         found: Mapping[str, Any],
         hidden_autocast: str | None = None,
     ) -> None:
-        """A training begins. `found` is what its framework says of settings; the config's word stands above it.
+        """A training begins. `found` are the framework's own settings; the config's win.
 
         `model` is what is watched, unless the user named it; of a list the first one trains. `hidden_autocast` is the
         format of an autocast that cannot be seen inside a compiled model, "none" where there is none.
@@ -108,7 +108,7 @@ class MonitorCallback:
             self.monitor.mark_lost(cause)
 
     def _close(self) -> None:
-        """The training is over; a monitor that was given stays open for whoever made it."""
+        """The training is over; a monitor that the caller made stays open."""
         if self._is_live and self._is_own and self.monitor is not None:
             self.monitor.close()
         self._is_live = False

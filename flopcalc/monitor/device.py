@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from flopcalc.monitor.step import Entry
+from flopcalc.monitor.step import DueRecord
 
 # Pinned memory is slow to allocate: buffers of one size are made together.
 _BLOCK_BUFFERS, _BLOCK_BYTES = 64, 1 << 22
@@ -21,17 +21,19 @@ class Holder(Protocol):
     copies: list[Any]
 
 
-def find_device() -> Device | None:
+def find_device() -> DeviceQueue | None:
     """None where this process has no work on a CUDA device."""
     torch = sys.modules.get("torch")
-    return Device(torch) if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return (
+        DeviceQueue(torch) if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    )
 
 
-class Device:
+class DeviceQueue:
     """Events and pinned buffers, used again and again, and the entries that wait for them.
 
     It is asked on the training thread alone: another thread's question would break a CUDA graph that is being captured.
-    Another thread may only copy, on a stream of its own: a capture does not mind that.
+    Another thread may only copy, on a stream of its own: that does not break a capture.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -45,8 +47,10 @@ class Device:
         self.wanted: deque[tuple[int, Any]] = deque()  # buffers that the worker has none of, by size and dtype
         self._events: list[Any] = []
         self._buffers: dict[Hashable, list[Any]] = {}
-        self.waiting: deque[Entry] = deque()  # for the device to pass their end, or that of a later one; oldest first
-        self.marked: deque[Entry] = deque()  # those of them that have an end
+        self.waiting: deque[DueRecord] = (
+            deque()
+        )  # for the device to pass their end, or that of a later one; oldest first
+        self.marked: deque[DueRecord] = deque()  # those of them that have an end
 
     def mark(self, event: Any = None) -> Any:
         """An event, or this one once more, recorded now on the current stream; None while a graph is captured."""
@@ -185,7 +189,7 @@ class Device:
                 self._finish(waiting.popleft())
         return len(waiting)
 
-    def _finish(self, entry: Entry) -> None:
+    def _finish(self, entry: DueRecord) -> None:
         if entry.start is not None or entry.end is not None:
             if entry.start is not None and entry.end is not None:
                 entry.device_s = entry.start.elapsed_time(entry.end) / 1e3

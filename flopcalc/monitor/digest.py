@@ -18,18 +18,18 @@ from typing import Any
 from flopcalc._version import __version__
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.files import open_regular
-from flopcalc.monitor.batch import Work
-from flopcalc.monitor.device import Device
+from flopcalc.monitor.batch import BatchWork
+from flopcalc.monitor.device import DeviceQueue
 from flopcalc.monitor.keys import CORE, DATASET_PREFIX, LOG_NAME, SCHEMA
 from flopcalc.monitor.messages import Messages
-from flopcalc.monitor.meter import UNKNOWN, Formats, Meter, Pass, Step, split_by_dataset
+from flopcalc.monitor.meter import UNKNOWN, Formats, Meter, MeteredStep, Pass, split_by_dataset
 from flopcalc.monitor.model import WatchedModel
 from flopcalc.monitor.passes import count_pass
-from flopcalc.monitor.ranks import Gathered, Side, combine, open_side
+from flopcalc.monitor.ranks import GatheredInterval, Side, combine, open_side
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.sinks import Outbox, make_sinks
-from flopcalc.monitor.step import VALUES, DatasetMetrics, Entry, LostTime, SeenStep
-from flopcalc.monitor.values import Values
+from flopcalc.monitor.step import VALUES, DatasetMetrics, DueRecord, LostTime, SeenStep
+from flopcalc.monitor.values import ValueReader
 
 GOODPUT_NAME = "goodput.json"
 _GOODPUT_S = 5.0  # the file is written no more often
@@ -43,21 +43,21 @@ _NO_BATCH = (
 )
 
 
-class Digester:
-    """Everything that may take its time; `digest` is called by a worker, and by whoever asks for metrics."""
+class StepWorker:
+    """All slow work on steps; a worker thread calls `digest`, and so does a caller who asks for metrics."""
 
     def __init__(
         self, settings: Settings, output_dir: str, log_file: str | None, messages: Messages, clock: Callable[[], int]
     ) -> None:
         self.settings = settings
         self.pid = os.getpid()
-        self.entries: deque[Entry | LostTime | DatasetMetrics] = deque(maxlen=_MOST_ENTRIES)
+        self.entries: deque[DueRecord | LostTime | DatasetMetrics] = deque(maxlen=_MOST_ENTRIES)
         self._lost_steps = self._lost_records = 0  # which were never digested; one entry may be both
         self._deadline_s = math.inf  # of time.monotonic: what is not digested by then is dropped
         self.meter = Meter(settings)
         self.model = WatchedModel(settings, self.meter, messages.say)
         self.metrics: dict[str, Any] = dict.fromkeys(CORE, math.nan)
-        self.device: Device | None = None
+        self.device: DeviceQueue | None = None
         self.rank, self.world = 0, 1
         self.outbox: Outbox | None = None
         self.side: Side | None = None
@@ -133,8 +133,8 @@ class Digester:
 
     # --- Entries ----------------------------------------------------------------------------------------------------
 
-    def add(self, entry: Entry | LostTime | DatasetMetrics) -> None:
-        """On the training thread: hand over what happened; of too many that wait the oldest goes."""
+    def add(self, entry: DueRecord | LostTime | DatasetMetrics) -> None:
+        """On the training thread: queue what happened; if too many wait, the oldest is dropped."""
         if len(self.entries) == self.entries.maxlen:
             self.drop_oldest()
         self.entries.append(entry)
@@ -160,9 +160,9 @@ class Digester:
                 "dropped",
             )
 
-    def _lose(self, entry: Entry | LostTime | DatasetMetrics) -> None:
+    def _lose(self, entry: DueRecord | LostTime | DatasetMetrics) -> None:
         self._lost_steps += isinstance(entry, SeenStep)
-        self._lost_records += isinstance(entry, Entry) and entry.values is not None
+        self._lost_records += isinstance(entry, DueRecord) and entry.values is not None
 
     def _count_dropped(self) -> int:
         """A step and its record are one entry, or two: then each is counted once."""
@@ -171,7 +171,7 @@ class Digester:
     def digest(self, lock_s: float = _LOCK_S) -> None:
         """Turn what is ready into metrics, in its order."""
         if not self._lock.acquire(timeout=lock_s):
-            return  # the worker is at it, and slow
+            return  # the worker holds it, and is slow
         try:
             while self.entries and self.entries[0].is_ready and time.monotonic() < self._deadline_s:
                 self._try(self.entries.popleft())
@@ -199,14 +199,14 @@ class Digester:
             self.meter.add_datasets(entry.values)
 
     def _report(self, entry: object) -> None:
-        if not isinstance(entry, Entry):
+        if not isinstance(entry, DueRecord):
             return
         if entry.values is not None:
             self._write_record(entry)
         if self.device is not None and not entry.is_lost:
             self.device.give_back(entry.copies)
 
-    def _write_record(self, entry: Entry) -> None:
+    def _write_record(self, entry: DueRecord) -> None:
         given = entry.values if entry.values is not None else ()
         values = {"global_step": entry.number} | {
             key: self._read(value, entry.is_lost) for key, value in zip(VALUES, given, strict=True)
@@ -239,12 +239,12 @@ class Digester:
             self._say(f"a value given for the record is no number, and left out: {value!r:.60}: {error}", "value type")
             return math.nan
 
-    def _make_step(self, entry: SeenStep) -> Step:
+    def _make_step(self, entry: SeenStep) -> MeteredStep:
         works = self._count(entry)
         wall_s = entry.wall_ns / 1e9
         data_s = min(max(0, entry.data_ns), max(0, entry.wall_ns)) / 1e9  # a part of it
         passes = self._count_passes(entry)
-        step = Step(
+        step = MeteredStep(
             entry.number, wall_s, data_s, entry.device_s, measured=entry.is_measured, passes=passes, owes=entry.owes
         )
         factor = entry.factor
@@ -291,7 +291,9 @@ class Digester:
             )
         return tuple(found)
 
-    def _split(self, dataset: str | Sequence[str] | None, works: Sequence[Work]) -> tuple[tuple[str, int, float], ...]:
+    def _split(
+        self, dataset: str | Sequence[str] | None, works: Sequence[BatchWork]
+    ) -> tuple[tuple[str, int, float], ...]:
         if dataset is None:
             return ()
         loads = [work.load for work in works]
@@ -317,7 +319,7 @@ class Digester:
         total, ranks = sum(values), self.model.shared
         return total if ranks == 1 else total / ranks
 
-    def _count(self, entry: SeenStep) -> list[Work] | None:
+    def _count(self, entry: SeenStep) -> list[BatchWork] | None:
         """FLOPs of each micro-batch; None where they cannot be known, and a warning says why."""
         if self.model.intake is None or (entry.is_lost and (entry.copies or entry.held)):
             return None
@@ -355,7 +357,7 @@ class Digester:
             self.side.post(number, sums)
         self._combine(self.side.collect())
 
-    def _combine(self, found: Sequence[Gathered]) -> None:
+    def _combine(self, found: Sequence[GatheredInterval]) -> None:
         for gathered in found:
             combined = combine(gathered, self.world, self.settings.straggler_factor)
             self.meter.take_combined(combined)
@@ -387,23 +389,23 @@ class Digester:
             self._say(f"goodput cannot be written to {path}: {error}", "goodput file")
 
 
-def make_plain_record(step: int, ended_ns: int) -> Entry:
+def make_plain_record(step: int, ended_ns: int) -> DueRecord:
     """A record without a loop's own values."""
-    entry = Entry()
+    entry = DueRecord()
     entry.number, entry.values = step, (None,) * len(VALUES)
     entry.ended_ns, entry.is_past = ended_ns, True
     return entry
 
 
-def finish_dropped(digester: Digester, values: Values, hooks: list[Any], count_s: float, close_s: float) -> None:
+def finish_dropped(worker: StepWorker, values: ValueReader, hooks: list[Any], count_s: float, close_s: float) -> None:
     """A monitor that nobody holds any more, and nobody closed: its log is finished, its hooks and sinks go."""
-    if digester.pid != os.getpid():
+    if worker.pid != os.getpid():
         return
     for handle in hooks:
         handle.remove()
     parts: tuple[Callable[[], None], ...] = (
-        lambda: values.finish(_DROPPED_S), lambda: digester.finish(count_s), digester.finish_side,
-        lambda: digester.finish_log(close_s), digester.model.close,
+        lambda: values.finish(_DROPPED_S), lambda: worker.finish(count_s), worker.finish_side,
+        lambda: worker.finish_log(close_s), worker.model.close,
     )  # fmt: skip
     for part in parts:
         with suppress(Exception):

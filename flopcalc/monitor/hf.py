@@ -1,4 +1,4 @@
-"""Events of a Hugging Face Trainer go in; a TrainingMonitor is driven, and its rates stand in the Trainer's logs."""
+"""Events of a Hugging Face Trainer go in; they drive a TrainingMonitor, and the Trainer's logs show its rates."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
 
 
 def _find_trainer() -> Any:
-    """The Trainer that calls: it alone knows models beside the one that trains; None if nobody can be found."""
+    """The Trainer that calls: only it knows models besides the one that trains; None if it cannot be found."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -141,7 +141,7 @@ def _find_others(trainer: object, model: Any) -> list[Any]:
 
 
 def _find_sinks(args: TrainingArguments) -> tuple[str, ...] | None:
-    """Where the Trainer reports to, as far as there are sinks for it; None leaves it to the monitor."""
+    """The sinks that the Trainer reports to, if the monitor has them; None leaves it to the monitor."""
     wanted = args.report_to or ()
     found = [name for name in ("tensorboard", "mlflow") if name in wanted]
     # The Trainer opens its run before this callback's turn; without a run, W&B was switched off.
@@ -155,7 +155,7 @@ def _name_autocast(args: TrainingArguments) -> str:
 
 
 def _find_shares(args: TrainingArguments) -> dict[str, int]:
-    """How many ranks work on one sequence; under context parallelism a mesh of the weights does not tell."""
+    """How many ranks work on one sequence; under context parallelism a mesh of the weights does not show it."""
     layout = getattr(args, "parallelism_config", None)
     if layout is None:
         return {}

@@ -138,10 +138,10 @@ class Profiler:
         try:
             import torch
 
-            from flopcalc.measure.counters.torch_profiler import Live
+            from flopcalc.measure.counters.torch_profiler import LiveProfiler
 
             # Without a live model there is nothing to mark, and the operators are seen all the same.
-            live = Live(strip(self._model) if isinstance(self._model, torch.nn.Module) else torch.nn.Module())
+            live = LiveProfiler(strip(self._model) if isinstance(self._model, torch.nn.Module) else torch.nn.Module())
             live.start()
         except Exception as error:
             raise NotMeasured(_describe(error), is_final=isinstance(error, ImportError)) from None
@@ -175,7 +175,7 @@ class Copy:
     def __init__(self, model: object) -> None:
         self._model = model
         self._state: Hashable = None
-        self._kept: dict[Hashable, Executed] = {}
+        self._kept: dict[Hashable, ExecutedFlops] = {}
         self._made: Any = None  # of the state
         self._has_counted = False
 
@@ -188,7 +188,7 @@ class Copy:
         """FLOPs of a step on these micro-batches, as eager code runs them."""
         return self.split(batches).total
 
-    def split(self, batches: Sequence[Mapping[str, Any]], phase: Phase = "train") -> Executed:
+    def split(self, batches: Sequence[Mapping[str, Any]], phase: Phase = "train") -> ExecutedFlops:
         """The same, what is recomputed apart; equal shapes are counted once."""
         module = self._find_module()
         if not batches:
@@ -208,7 +208,7 @@ class Copy:
                 f"{type(module).__name__} cannot be copied and counted: {_describe(error)}", is_final
             ) from None
         found = [self._kept[key] for key in signatures]
-        return Executed(sum(each.needed for each in found), sum(each.recomputed for each in found))
+        return ExecutedFlops(sum(each.needed for each in found), sum(each.recomputed for each in found))
 
     def _find_module(self) -> Any:
         import torch
@@ -227,14 +227,14 @@ class Copy:
             self._state = state
         return self._made
 
-    def _count_one(self, made: Any, batch: Mapping[str, Any], phase: Phase) -> Executed:
+    def _count_one(self, made: Any, batch: Mapping[str, Any], phase: Phase) -> ExecutedFlops:
         counted = made.count(_move_batch(batch, made), phase)
         if counted.not_counted:
             raise NotMeasured(f"the counter has no formula for {', '.join(counted.not_counted)}", is_final=True)
-        return Executed(counted.forward + counted.backward, counted.recompute)
+        return ExecutedFlops(counted.forward + counted.backward, counted.recompute)
 
 
-class Executed(NamedTuple):
+class ExecutedFlops(NamedTuple):
     """FLOPs that eager code executes in a step."""
 
     needed: int  # forward and backward
@@ -274,7 +274,7 @@ def _name_entry(value: object) -> Any:
 
 
 def _move_batch(batch: Mapping[str, object], made: Any) -> dict[str, Any]:
-    """Floats beside a copy, integers on the host; what is known by its shape alone gets values where any will do."""
+    """Floats on the copy's device, integers on the host; a tensor known only by its shape gets arbitrary values."""
     import torch
 
     def move(value: Any) -> Any:
@@ -305,7 +305,7 @@ def find_torch_device(model: object) -> Any:
 
 
 def list_tensor_dtypes(model: object, wanted: str | None = None) -> list[str]:
-    """Dtypes whose tensor cores may be at work, likeliest first; behind fp32 weights may be an autocast."""
+    """Dtypes whose tensor cores may be at work, likeliest first; fp32 weights may run under autocast."""
     import torch
 
     from flopcalc.measure.counters.cupti import TENSOR_COUNTERS

@@ -140,7 +140,7 @@ class FlopcalcMonitor(MonitorCallback, Callback):
             logger.log_metrics(rates, step=step)
 
     def _time_saves(self, trainer: Trainer) -> None:
-        """Lightning tells callbacks of a checkpoint before it is written, of weights alone never: time the call."""
+        """Lightning calls back before it writes a checkpoint, and never for weights alone: time the call."""
         save = trainer.save_checkpoint
 
         @functools.wraps(save)

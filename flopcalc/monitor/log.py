@@ -33,7 +33,7 @@ METRICS = {
 }
 
 
-class Run(NamedTuple):
+class LoggedRun(NamedTuple):
     """What one monitor wrote."""
 
     start: Record  # empty where the head of the file is gone
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 class Log(NamedTuple):
     path: str
-    runs: list[Run]  # at least one, oldest first
+    runs: list[LoggedRun]  # at least one, oldest first
     unreadable_lines: int  # torn when a process was killed; left out
 
 
@@ -57,7 +57,7 @@ def load_log(path: str | os.PathLike[str]) -> Log:
         lines = read_bytes(name, MAX_LOG_BYTES, FlopcalcError).split(b"\n")
     except FlopcalcError as error:
         raise FlopcalcError(f"{error}. Give a log, or the output_dir of a monitor") from None
-    runs: list[Run] = []
+    runs: list[LoggedRun] = []
     unreadable = 0
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -70,13 +70,13 @@ def load_log(path: str | os.PathLike[str]) -> Log:
                     f"{name}: line {number}: schema {format_value(record.get('schema'))} is not known, this flopcalc "
                     f"reads {SCHEMA}: use the version that wrote it ({format_value(record.get('version'))})"
                 )
-            runs.append(Run(record, [], [], None))
+            runs.append(LoggedRun(record, [], [], None))
             continue
         if kind not in ("step", "event", "end"):
             unreadable += 1
             continue
         if not runs:
-            runs.append(Run({}, [], [], None))
+            runs.append(LoggedRun({}, [], [], None))
         if kind == "step":
             runs[-1].steps.append(record)
         elif kind == "event":
@@ -164,7 +164,7 @@ def _weigh(record: Record, key: str) -> float:
     return 1.0  # details are taken at even distances
 
 
-def _find_goodput(run: Run) -> dict[str, Any] | None:
+def _find_goodput(run: LoggedRun) -> dict[str, Any] | None:
     """From the end of the run, else from the last record that holds it."""
     if run.end is not None and isinstance(run.end.get("goodput"), dict):
         content = run.end["goodput"]
@@ -197,7 +197,7 @@ def _find_datasets(steps: Iterable[Record]) -> dict[str, dict[str, float]]:
     return found
 
 
-def find_series(run: Run, key: str) -> list[float | None]:
+def find_series(run: LoggedRun, key: str) -> list[float | None]:
     """One value a record, None where it has none."""
     return [_number(record, key) for record in run.steps]
 

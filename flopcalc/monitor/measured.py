@@ -10,8 +10,8 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.vocabulary import Phase
 from flopcalc.core.model.live import strip
 from flopcalc.core.workload.workload import Workload
-from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, Work
-from flopcalc.monitor.instruments import Copy, Executed, NotMeasured, sign
+from flopcalc.monitor.batch import BatchWork, Fetcher, Intake, Snapshot
+from flopcalc.monitor.instruments import Copy, ExecutedFlops, NotMeasured, sign
 from flopcalc.monitor.messages import Say
 
 _MOST_SIZES = 64  # that are counted one by one
@@ -25,7 +25,7 @@ class MeasuredModule:
         self._name_format = name_format
         self._say = say
         self._copy = Copy(live)
-        self._flops: dict[Hashable, Executed | None] = {}  # phase and sizes of a call -> FLOPs; None: not known
+        self._flops: dict[Hashable, ExecutedFlops | None] = {}  # phase and sizes of a call -> FLOPs; None: not known
         self._intake: Intake | None = None  # from a trace that holds
         self._is_tried = False
 
@@ -60,7 +60,7 @@ class MeasuredModule:
             self._say(f"{name} cannot be counted: {error}", f"copy of {name}")
             return
         known = [each for each in self._flops if isinstance(each, tuple) and each[0] == "train"]
-        is_plain = not counted.recomputed  # a trace does not tell what is computed again
+        is_plain = not counted.recomputed  # a trace does not show what is recomputed
         if phase == "train" and is_plain and len(known) > 1 and not self._is_tried:
             self._is_tried = True
             self._try_trace(batch, key)
@@ -101,7 +101,7 @@ class MeasuredIntake(Intake):
     def is_told_by(self, sizes: Hashable) -> bool:  # noqa: ARG002
         return False
 
-    def count(self, snapshot: Snapshot, phase: Phase = "train") -> Work:
+    def count(self, snapshot: Snapshot, phase: Phase = "train") -> BatchWork:
         module = self.module
         name, key = snapshot.key[0]
         if name != "call":
@@ -115,15 +115,15 @@ class MeasuredIntake(Intake):
         name = module._name_format()
         rows, seq = _find_sizes(key)
         needed, executed = {name: flops.needed}, {name: flops.total}
-        return Work(Workload(rows, seq, phase=phase), needed, executed, rows * seq, rows * seq, rows, 0)
+        return BatchWork(Workload(rows, seq, phase=phase), needed, executed, rows * seq, rows * seq, rows, 0)
 
-    def count_eager(self, work: Work, head: object = None) -> int:  # noqa: ARG002
+    def count_eager(self, work: BatchWork, head: object = None) -> int:  # noqa: ARG002
         return int(work.hardware_flops or 0)
 
     def count_lengths(self, prompts: object, completions: object, generates: bool) -> Any:  # noqa: ARG002
         raise FlopcalcError("a module without a spec is not counted by lengths")
 
-    def count_generated(self, prompt: Work, new: int, lengths: object) -> Work:  # noqa: ARG002
+    def count_generated(self, prompt: BatchWork, new: int, lengths: object) -> BatchWork:  # noqa: ARG002
         raise FlopcalcError("what a module without a spec generates is not counted")
 
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from flopcalc.monitor.keys import PASS_PREFIX
-from flopcalc.monitor.ranks import Combined, Sums
+from flopcalc.monitor.ranks import MeanStep, Sums
 from flopcalc.monitor.settings import Settings
 
 CAUSES = ("start", "data", "rollout", "eval", "checkpoint", "stall", "measure", "redone", "other")
@@ -19,7 +19,7 @@ _RECENT = 64  # steps whose median a stall is compared with
 _MOST_DATASETS = 100  # of more of them a record holds those that changed since the last one
 
 
-class Peak(NamedTuple):
+class DevicePeak(NamedTuple):
     """What a share is taken of."""
 
     flops_per_s: float = math.nan
@@ -31,31 +31,31 @@ class Peak(NamedTuple):
 class Peaks:
     """The dense peak of every number format on one device; each is found when it is first asked for."""
 
-    def __init__(self, find: Callable[[str], Peak] | None = None) -> None:
+    def __init__(self, find: Callable[[str], DevicePeak] | None = None) -> None:
         self._find = find
-        self._known: dict[str, Peak] = {}
+        self._known: dict[str, DevicePeak] = {}
 
-    def find(self, name: str) -> Peak:
+    def find(self, name: str) -> DevicePeak:
         if name not in self._known:
-            self._known[name] = self._find(name) if self._find is not None else Peak()
+            self._known[name] = self._find(name) if self._find is not None else DevicePeak()
         return self._known[name]
 
-    def combine(self, flops: Formats) -> Peak:
+    def combine(self, flops: Formats) -> DevicePeak:
         """One peak in place of all: the rate at which FLOPs, each at the peak of its format, take the least time."""
         names = sorted((name for name in flops if name), key=lambda name: -flops[name])
         peaks = [self.find(name) for name in names]
         if len(peaks) == 1:
             return peaks[0]
         if not peaks:
-            return next(iter(self._known.values()), Peak())
+            return next(iter(self._known.values()), DevicePeak())
         seconds = sum(flops[name] / peak.flops_per_s for name, peak in zip(names, peaks, strict=True))
         kinds = dict.fromkeys(peak.dtype or name for name, peak in zip(names, peaks, strict=True))
         rate = _divide(sum(flops[name] for name in names), seconds)
-        return Peak(rate, peaks[0].device, "+".join(kinds), peaks[0].bf16_flops_per_s)
+        return DevicePeak(rate, peaks[0].device, "+".join(kinds), peaks[0].bf16_flops_per_s)
 
 
 class Pass(NamedTuple):
-    """Forward passes of one kind in a step, beside those that train."""
+    """Forward passes of one kind in a step, other than those that train."""
 
     name: str
     model: Formats | None  # FLOPs by number format; None: not known
@@ -64,7 +64,7 @@ class Pass(NamedTuple):
     is_in_step: bool = True  # its time is a part of the step's
 
 
-class Step(NamedTuple):
+class MeteredStep(NamedTuple):
     """One optimizer step on this rank."""
 
     number: int
@@ -134,7 +134,7 @@ class Window:
         self.samples: float = 0
         self.images: float = 0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: MeteredStep) -> None:
         self.steps += 1
         self.wall_s += step.wall_s
         self.data_s += step.data_s
@@ -166,7 +166,7 @@ class Window:
         """The mean device time of a step."""
         return self.device_s / self.device_steps if self.device_steps else math.nan
 
-    def find_peaks(self, peaks: Peaks) -> tuple[Peak, Peak, Peak]:
+    def find_peaks(self, peaks: Peaks) -> tuple[DevicePeak, DevicePeak, DevicePeak]:
         """Of the FLOPs that the model needs, of those that hardware executes, and of all passes."""
         model = peaks.combine(self.model)
         together = dict(self.model)
@@ -181,11 +181,11 @@ class Window:
             self.other_s, sum(self.others.values()), hardware.flops_per_s, step.flops_per_s,
         )  # fmt: skip
 
-    def mean(self, peaks: Peaks, scope: str) -> Combined:
+    def mean(self, peaks: Peaks, scope: str) -> MeanStep:
         """The mean step of this rank alone."""
         n = self.steps or math.nan
         model, hardware, step = self.find_peaks(peaks)
-        return Combined(
+        return MeanStep(
             self.steps, sum(self.model.values()) / n, sum(self.hardware.values()) / n, self.tokens / n,
             self.padded_tokens / n, self.samples / n, self.images / n, self.wall_s / n, self.device_step_s,
             model.flops_per_s, None, (), scope, (), 1, self.other_s / n, sum(self.others.values()) / n,
@@ -240,7 +240,7 @@ class Meter:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.peaks = Peaks()
-        self.peak = Peak()  # of the format of most products, as far as it is known before they are counted
+        self.peak = DevicePeak()  # of the format of most products, if it is known before they are counted
         self.convention = "model"
         self.goodput = Goodput()
         self.redone_until = 0  # steps up to this one were done before by an earlier run
@@ -253,7 +253,7 @@ class Meter:
         self._detail = Window()
         self._interval = Window()
         self._due: deque[tuple[int, Sums]] = deque(maxlen=256)
-        self._last: Step | None = None
+        self._last: MeteredStep | None = None
         self._last_detail = 0
         self._datasets: dict[str, list[float]] = {}  # samples and tokens
         self._dataset_tokens: float = 0  # of all of them
@@ -262,11 +262,11 @@ class Meter:
         self._last_datasets = 0
         self.scope = "this process"
         self.has_others = False  # ranks to send sums to
-        self.combined: Combined | None = None  # of all ranks, once they have answered
+        self.combined: MeanStep | None = None  # of all ranks, once they have answered
         self.is_unreported = False  # no record holds them yet
         self.problems: dict[str, str] = {}  # for the monitor to say; key: what it is said once for
 
-    def add(self, step: Step) -> None:
+    def add(self, step: MeteredStep) -> None:
         """One more step. The first ones, measured ones and those without a time are in no rate."""
         self._add(step)
         self.steps += 1
@@ -279,7 +279,7 @@ class Meter:
         number = -(-self.steps // self.settings.detail_every)
         self._due.append((number, window.to_sums(self.peaks)))
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: MeteredStep) -> None:
         self._last = step
         for name, samples, tokens in step.datasets:
             sums = self._datasets.setdefault(name, [0, 0])
@@ -314,7 +314,7 @@ class Meter:
             # Rank 0's factor scales the sum of all ranks.
             self._interval.add(step._replace(factor=1.0, model_factor=1.0))
 
-    def _settle(self, step: Step) -> None:
+    def _settle(self, step: MeteredStep) -> None:
         """Goodput: data, rollouts and stalls are lost time, and so is work that an earlier run had done."""
         rollout_s = min(step.rollout_s, step.wall_s - step.data_s)
         work = step.wall_s - step.data_s - rollout_s
@@ -348,7 +348,7 @@ class Meter:
         self._due.clear()
         return due
 
-    def take_combined(self, found: Combined) -> None:
+    def take_combined(self, found: MeanStep) -> None:
         """What all ranks did in one interval, scaled by this rank's measured factor."""
         self.is_unreported = True
         last = self._last
@@ -398,11 +398,11 @@ class Meter:
     def is_detail_due(self) -> bool:
         return self.steps - self._last_detail >= self.settings.detail_every
 
-    def _mean(self, window: Window) -> Combined:
+    def _mean(self, window: Window) -> MeanStep:
         """The mean step: of all ranks where they have answered, else of this one."""
         return self.combined if self.combined is not None else window.mean(self.peaks, self.scope)
 
-    def _context(self, found: Combined, peak: Peak) -> dict[str, Any]:
+    def _context(self, found: MeanStep, peak: DevicePeak) -> dict[str, Any]:
         last = self._last
         if peak.dtype is None:
             peak = self.peak
@@ -441,7 +441,7 @@ class Meter:
                 found[f"{PASS_PREFIX}{name}/mfu"] = _divide(flops, sums.seconds * rate)
         return found
 
-    def _details(self, window: Window, found: Combined, elapsed_s: float) -> dict[str, Any]:
+    def _details(self, window: Window, found: MeanStep, elapsed_s: float) -> dict[str, Any]:
         last, detail = self._last, self._detail
         # Few steps have device times: of one rank all of them since the last details.
         device_mfu = _divide(found.model_flops, found.device_s * found.peak_flops_per_s)
@@ -490,7 +490,7 @@ def _scale_number(flops: float, factor: float) -> float:
     return flops if factor == 1.0 else flops * factor
 
 
-def _list_rates(found: Combined) -> dict[str, Any]:
+def _list_rates(found: MeanStep) -> dict[str, Any]:
     share = _divide(found.model_flops, found.train_s * found.peak_flops_per_s)
     together = found.model_flops + found.other_flops
     return {

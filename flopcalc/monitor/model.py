@@ -13,7 +13,7 @@ from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, bind_live
 from flopcalc.monitor.measured import MeasuredIntake, MeasuredModule
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Meter, Peaks
-from flopcalc.monitor.modes import Counts, Source, make_source
+from flopcalc.monitor.modes import Counts, FactorSource, make_source
 from flopcalc.monitor.passes import count_eager_pass, count_pass
 from flopcalc.monitor.place import Seen, find_known_device, find_layout, find_peak, guess_format, look_inside
 from flopcalc.monitor.settings import Settings
@@ -27,7 +27,7 @@ class WatchedModel:
         self.live: Any = None  # the module whose forward passes are seen
         self.given: Any = None  # what is counted, where that is not the live module
         self.intake: Intake | None = None
-        self.source: Source | None = None
+        self.source: FactorSource | None = None
         self.shared = 1  # ranks that work on one batch together
         self.take: Callable[[Mapping[str, Any], Fetcher | None, Any], Snapshot | None] = _take_sizes
         self.classify: Callable[[Mapping[str, Any]], Hashable] = _classify_alike
@@ -73,7 +73,7 @@ class WatchedModel:
         self._adapted = next(layers, None)
 
     def is_told_by(self, sizes: Hashable) -> bool:
-        """Whether these sizes of a batch alone tell its workload class."""
+        """Whether these sizes of a batch alone determine its workload class."""
         return self.intake is not None and self.intake.is_told_by(sizes)
 
     def name_inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class WatchedModel:
         return "score" if is_training else "eval"
 
     def find_intake(self, state: Hashable) -> Intake | None:
-        """How a pass in a state is counted; bound when it is first met, for the live model says it then."""
+        """How a pass in a state is counted; bound when it is first met, because only then the live model shows it."""
         if state not in self._states:
             try:
                 self._states[state] = self._make_intake(self.live, 1, is_plain=_is_off(state))
@@ -205,7 +205,7 @@ class WatchedModel:
             self.bind()
 
     def settle_peak(self) -> None:
-        """The first step is over: where nobody saw inside the model by now, its weights alone tell."""
+        """The first step is over: if nothing was seen inside the model by now, only its weights are used."""
         if self.live is None:
             own = self.intake.estimator.formats.attention if self.intake is not None and self.has_formula else "bf16"
             self._meter.peak = self._meter.peaks.find(self._settings.dtype or own)

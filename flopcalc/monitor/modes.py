@@ -2,7 +2,7 @@
 
 Four sources. `estimate` measures nothing. `profiler` counts some steps with torch.profiler. `smart` measures a step of
 each workload class now and then: with the GPU's own counters where they can be read, else with the operator counter on
-a copy that takes no memory. `hybrid` samples the GPU's counters, with NVML's gauge beside; the profiler stands in for
+a copy that takes no memory. `hybrid` samples the GPU's counters, and reads NVML's gauge; the profiler replaces
 them. All methods but wants() cost nothing unless a step is measured, and none leaves an instrument open.
 """
 
@@ -54,7 +54,7 @@ Calm = tuple[int, int, Hashable, Factor]
 # --- Sources ----------------------------------------------------------------------------------------------------------
 
 
-class Source:
+class FactorSource:
     """Where a run's factor comes from; this one measures nothing."""
 
     name = "estimate"
@@ -99,7 +99,7 @@ class Source:
         return _ESTIMATE
 
     def absolute(self, kind: Hashable) -> int | None:
-        """FLOPs of a step of this workload class as last measured: what stands in where there is no analytic count."""
+        """FLOPs of a step of this workload class as last measured: used if there is no analytic count."""
         return self._absolute.get(kind)
 
     def gauge(self) -> dict[str, float]:
@@ -110,10 +110,10 @@ class Source:
         self.cancel()
 
 
-EstimateSource = Source
+EstimateSource = FactorSource
 
 
-class _Measuring(Source):
+class _MeasuringSource(FactorSource):
     """What the measuring sources share: when a step is due, and what is believed."""
 
     measures = True
@@ -188,8 +188,8 @@ class _Measuring(Source):
         self._say(f"{self.name}: {reason}; {kept}", once)
 
 
-class ProfilerSource(_Measuring):
-    """Every so many steps one under torch.profiler; between them the last factor."""
+class ProfilerSource(_MeasuringSource):
+    """One step in N under torch.profiler; between them the last factor."""
 
     name = "profiler"
 
@@ -241,7 +241,7 @@ class ProfilerSource(_Measuring):
         self._profiler.cancel()
 
 
-class _WithCounters(_Measuring):
+class _WithCounters(_MeasuringSource):
     """Sources that read the GPU's counters while they can."""
 
     def __init__(self, settings: Settings, model: object, say: Say) -> None:
@@ -502,7 +502,7 @@ class HybridSource(_WithCounters):
                 gauge.close()
 
 
-_SOURCES: dict[str, Callable[[Settings, Any, Say], Source]] = {
+_SOURCES: dict[str, Callable[[Settings, Any, Say], FactorSource]] = {
     "estimate": EstimateSource,
     "profiler": ProfilerSource,
     "smart": SmartSource,
@@ -510,6 +510,6 @@ _SOURCES: dict[str, Callable[[Settings, Any, Say], Source]] = {
 }
 
 
-def make_source(settings: Settings, model: object, say: Say) -> Source:
+def make_source(settings: Settings, model: object, say: Say) -> FactorSource:
     """The source of the settings' mode; `model` is the live one, wrapped as it may be."""
     return _SOURCES[settings.mode](settings, model, say)

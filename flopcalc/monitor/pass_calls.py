@@ -10,7 +10,7 @@ from flopcalc.base.errors import WorkloadError
 from flopcalc.base.units import check_positive
 from flopcalc.base.vocabulary import check_word
 from flopcalc.monitor.batch import Intake, bind_live
-from flopcalc.monitor.device import Device
+from flopcalc.monitor.device import DeviceQueue
 from flopcalc.monitor.guard import guarded
 from flopcalc.monitor.keys import PASSES
 from flopcalc.monitor.messages import Say
@@ -26,7 +26,7 @@ class PassCalls:
 
     settings: Settings
     say: Say
-    _device: Device | None
+    _device: DeviceQueue | None
     _is_started: bool
     _start_up: Callable[[], None]
     _trained: WatchedModel

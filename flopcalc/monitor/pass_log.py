@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from flopcalc.monitor.batch import Intake, copy_value
-from flopcalc.monitor.device import Device
+from flopcalc.monitor.device import DeviceQueue
 from flopcalc.monitor.model import WatchedModel
 from flopcalc.monitor.step import SeenPass, SeenStep
 
@@ -32,7 +32,7 @@ class PassLog:
         module: object,
         inputs: Mapping[str, object],
         is_training: bool,
-        device: Device | None,
+        device: DeviceQueue | None,
     ) -> None:
         self.is_used = True
         context = _find_context(inputs)
@@ -51,7 +51,7 @@ class PassLog:
             seen.start = device.mark()
         self._open.append(seen)
 
-    def end(self, model: WatchedModel, module: Any, inputs: Mapping[str, Any], device: Device | None) -> None:
+    def end(self, model: WatchedModel, module: Any, inputs: Mapping[str, Any], device: DeviceQueue | None) -> None:
         seen = self._take_open(module)
         if seen is None:
             return
@@ -71,7 +71,7 @@ class PassLog:
         if seen.name != "rollout":
             seen.module = None
 
-    def _add_tokens(self, seen: SeenPass, inputs: Mapping[str, Any], device: Device | None) -> None:
+    def _add_tokens(self, seen: SeenPass, inputs: Mapping[str, Any], device: DeviceQueue | None) -> None:
         tokens = inputs.get("input_ids")
         if tokens is None or len(tokens.shape) != 2:
             seen.new += 1

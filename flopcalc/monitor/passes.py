@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.units import check_items, check_size
 from flopcalc.core.workload.workload import Workload
-from flopcalc.monitor.batch import Work
+from flopcalc.monitor.batch import BatchWork
 from flopcalc.monitor.meter import Formats
 from flopcalc.monitor.step import SeenPass
 
@@ -47,15 +47,15 @@ def count_eager_pass(seen: SeenPass) -> int:
     return found
 
 
-def _count_prompt(seen: SeenPass, intake: Intake) -> Work:
+def _count_prompt(seen: SeenPass, intake: Intake) -> BatchWork:
     if seen.snapshot is not None:
         return intake.count(seen.snapshot, "forward")
     rows = int(seen.fed[0].shape[0])
-    return Work(Workload(rows, max(1, seen.context), phase="forward"), {}, {}, 0, 0, 0, 0)
+    return BatchWork(Workload(rows, max(1, seen.context), phase="forward"), {}, {}, 0, 0, 0, 0)
 
 
 def _find_lengths(seen: SeenPass, rows: int) -> list[int]:
-    """How many of the tokens each row needs: after its end it is fed on beside the others."""
+    """How many of the tokens each row needs: after its end it runs on with the others."""
     lengths = [seen.new] * rows
     if seen.ends and len(seen.fed) == seen.new:
         for at, tokens in enumerate(seen.fed):

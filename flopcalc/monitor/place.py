@@ -15,7 +15,7 @@ from flopcalc.core.estimate import utilization
 from flopcalc.core.model.live import strip
 from flopcalc.hardware.devices import detect_device, find_detected, find_device, parse_dtype
 from flopcalc.monitor.messages import Say
-from flopcalc.monitor.meter import Peak
+from flopcalc.monitor.meter import DevicePeak
 from flopcalc.monitor.settings import Settings
 
 # Fields that are keys of the monitor's config.
@@ -57,7 +57,7 @@ class Seen(NamedTuple):
     has_tf32: bool = False  # products of float32 may be computed in TF32
 
 
-def find_peak(settings: Settings, name: str, say: Say) -> Peak:
+def find_peak(settings: Settings, name: str, say: Say) -> DevicePeak:
     """The dense peak of this process's device for a number format; without one it is said why and what to set."""
     kind = _plain_dtype(settings.dtype or name)
     given = settings.peak_flops_per_s
@@ -75,7 +75,7 @@ def find_peak(settings: Settings, name: str, say: Say) -> Peak:
         say(f"MFU is not known: {note or 'no peak known'}", f"peak {kind}")
     elif note:
         say(note, f"peak {kind}")
-    return Peak(math.nan if rate is None else rate, device, kind, math.nan if bf16 is None else bf16)
+    return DevicePeak(math.nan if rate is None else rate, device, kind, math.nan if bf16 is None else bf16)
 
 
 def _plain_dtype(dtype: str) -> str:
@@ -122,7 +122,7 @@ def guess_format(model: object, seen: Seen | None) -> str:
 
 
 def find_layout(settings: Settings, model: object, say: Say) -> tuple[int, int, int]:
-    """Tensor, context and pipeline parallel sizes: given, or read from the meshes that the parameters lie on."""
+    """Tensor, context and pipeline parallel sizes: given, or read from the meshes of the parameters."""
     found = {"tp": 1, "cp": 1}
     if model is not None:
         inner = strip(model)

@@ -63,7 +63,7 @@ class MeasuredMfu(float):
         return f"MeasuredMfu({float(self)!r}, {parts})"
 
 
-class _Measured(NamedTuple):
+class _MeasuredFlops(NamedTuple):
     """FLOPs of a step, with where they come from."""
 
     flops: int
@@ -192,7 +192,7 @@ def _find_autocast() -> str | None:
     return None
 
 
-def _split(binding: _Binding, batch: int, seq: int, found: _Measured, kind: str) -> dict[str, float]:
+def _split(binding: _Binding, batch: int, seq: int, found: _MeasuredFlops, kind: str) -> dict[str, float]:
     """FLOPs by number format, in the shares of the analytic count; of one format without it."""
     try:
         estimator = binding.bind()
@@ -208,7 +208,7 @@ def _split(binding: _Binding, batch: int, seq: int, found: _Measured, kind: str)
     return {name: flops * found.flops / estimate.total for name, flops in formats.items()}
 
 
-def _measure(binding: _Binding, batch: int, seq: int, mode: str, dtype: str) -> _Measured:
+def _measure(binding: _Binding, batch: int, seq: int, mode: str, dtype: str) -> _MeasuredFlops:
     counts: Counts | None = None
     model = binding.model
     try:
@@ -219,7 +219,7 @@ def _measure(binding: _Binding, batch: int, seq: int, mode: str, dtype: str) -> 
     if mode == "estimate":
         assert counts is not None
         assert counts.model is not None
-        return _Measured(counts.model, "estimate")
+        return _MeasuredFlops(counts.model, "estimate")
     if not hasattr(model, "parameters"):
         raise FlopcalcError(
             f"measurement_mode {mode!r} needs a live model, not {format_value(model)}: mode 'estimate' takes it"
@@ -244,7 +244,7 @@ def _count(binding: _Binding, batch: int, seq: int) -> Counts:
 
 def _scale(
     measured: int, counts: Counts | None, convention: Convention, source: str, note: str | None = None
-) -> _Measured:
+) -> _MeasuredFlops:
     """The model's FLOPs times measured ÷ analytic; without an analytic count, what was measured.
 
     What the GPU's counters see beyond the analytic count are blocks and padding, which the model does not need: noted.
@@ -253,7 +253,7 @@ def _scale(
     if counts is None or counts.model is None or not expected:
         if measured <= 0:
             raise FlopcalcError(f"{source}: nothing was counted")
-        return _Measured(measured, source, convention, note)
+        return _MeasuredFlops(measured, source, convention, note)
     value = measured / expected
     if not LOWEST <= value <= HIGHEST:
         raise FlopcalcError(
@@ -262,11 +262,11 @@ def _scale(
         )
     if convention == "hardware":
         seen = f"the counters saw {value:.4f} times the analytic hardware FLOPs"
-        return _Measured(counts.model, source, "model", f"{note}; {seen}" if note else seen)
-    return _Measured(round(counts.model * value), source, "model", note)
+        return _MeasuredFlops(counts.model, source, "model", f"{note}; {seen}" if note else seen)
+    return _MeasuredFlops(round(counts.model * value), source, "model", note)
 
 
-def _measure_hybrid(model: object, batch: int, seq: int, counts: Counts | None, dtype: str) -> _Measured:
+def _measure_hybrid(model: object, batch: int, seq: int, counts: Counts | None, dtype: str) -> _MeasuredFlops:
     problems = []
     try:
         return _scale(_run_counters(model, batch, seq, dtype), counts, "hardware", "hybrid: cupti")
@@ -279,10 +279,10 @@ def _measure_hybrid(model: object, batch: int, seq: int, counts: Counts | None, 
         problems.append(f"no profiler ({error})")
     if counts is None or counts.model is None:
         raise FlopcalcError(f"nothing could count this model: {'; '.join(problems)}")
-    return _Measured(counts.model, "hybrid: estimate", note="; ".join(problems))
+    return _MeasuredFlops(counts.model, "hybrid: estimate", note="; ".join(problems))
 
 
-def _measure_smart(model: Any, batch: int, seq: int, counts: Counts | None, dtype: str) -> _Measured:
+def _measure_smart(model: Any, batch: int, seq: int, counts: Counts | None, dtype: str) -> _MeasuredFlops:
     if counts is None or counts.model is None:  # no factor without an analytic count
         return _scale(*_measure_once(model, batch, seq, counts, dtype))
     kept = _smart.setdefault(model, {})
@@ -294,10 +294,10 @@ def _measure_smart(model: Any, batch: int, seq: int, counts: Counts | None, dtyp
         try:
             found = _scale(*_measure_once(model, batch, seq, counts, dtype))
         except (NotMeasured, FlopcalcError) as error:
-            return _Measured(counts.model, "smart: estimate", note=str(error))
+            return _MeasuredFlops(counts.model, "smart: estimate", note=str(error))
         kept[state] = (found.flops / counts.model, found.source, found.note)
     value, source, note = kept[state]
-    return _Measured(round(counts.model * value), source, note=note)
+    return _MeasuredFlops(round(counts.model * value), source, note=note)
 
 
 def _measure_once(

@@ -30,7 +30,7 @@ from flopcalc.monitor.messages import Say
 _KEY = "flopcalc/side"  # in the default group's store: where rank 0 listens
 _TAKEN = b"k"  # the answer to a line that was read and kept
 _LINE_BYTES = 65_536  # no line of ours is that long
-_INTERVALS = 256  # a rank that cannot send keeps so many, the newest; rank 0 keeps so many open
+_INTERVALS = 256  # the most that a rank that cannot send keeps, the newest ones; the most that rank 0 keeps open
 _KEPT_LINKS, _MOST_LINKS = 128, 256  # of more ranks than that each connects anew: file descriptors are training's
 _ANSWER_S = 5.0  # for a connection or an answer, before another try
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0  # between tries
@@ -66,7 +66,7 @@ class Sums(NamedTuple):
     step_peak_flops_per_s: float = math.nan
 
 
-class Gathered(NamedTuple):
+class GatheredInterval(NamedTuple):
     """One interval as rank 0 has it: who reported, and who did not in time."""
 
     interval: int
@@ -74,7 +74,7 @@ class Gathered(NamedTuple):
     missing: tuple[int, ...]
 
 
-class Combined(NamedTuple):
+class MeanStep(NamedTuple):
     """The mean step of the ranks that reported, as of one machine. NaN where a number is not known."""
 
     steps: int  # the most that a rank reported
@@ -112,13 +112,13 @@ class Combined(NamedTuple):
         return self.peak_flops_per_s if math.isnan(self.step_peak_flops_per_s) else self.step_peak_flops_per_s
 
 
-def combine(gathered: Gathered, world: int, straggler_factor: float = 1.1) -> Combined:
+def combine(gathered: GatheredInterval, world: int, straggler_factor: float = 1.1) -> MeanStep:
     """Adds up FLOPs, tokens and peaks of the ranks that reported; the time is the slowest one's."""
     sums = {rank: gathered.sums[rank] for rank in sorted(gathered.sums) if gathered.sums[rank].steps > 0}
     scope = f"all {world} ranks" if len(sums) == world else f"{len(sums)} of {world} ranks"
     nan = math.nan
     if not sums:
-        return Combined(0, nan, nan, nan, nan, nan, nan, nan, nan, nan, None, (), scope, ("no rank reported a step",))
+        return MeanStep(0, nan, nan, nan, nan, nan, nan, nan, nan, nan, None, (), scope, ("no rank reported a step",))
 
     def per_step(name: str) -> dict[int, float]:
         return {rank: getattr(one, name) / one.steps for rank, one in sums.items()}
@@ -126,12 +126,12 @@ def combine(gathered: Gathered, world: int, straggler_factor: float = 1.1) -> Co
     wall_s, device_s, model_flops = per_step("wall_s"), per_step("device_s"), per_step("model_flops")
     train_s = {rank: time_s - sums[rank].other_s / sums[rank].steps for rank, time_s in wall_s.items()}
     peaks = {rank: one.peak_flops_per_s for rank, one in sums.items()}
-    # In a synchronous step the ranks wait for each other on the host, so the device's own time tells more.
+    # In a synchronous step the ranks wait for each other on the host, so the device's own time says more.
     times = wall_s if _unknown(device_s) else device_s
     known = {} if _unknown(times) else times
     limit = straggler_factor * _median(known)
     unknown = {"model FLOPs": _unknown(model_flops), "step time": _unknown(wall_s), "peak": _unknown(peaks)}
-    return Combined(
+    return MeanStep(
         steps=max(one.steps for one in sums.values()),
         model_flops=sum(model_flops.values()),
         hardware_flops=sum(per_step("hardware_flops").values()),
@@ -217,14 +217,14 @@ class Side(ABC):
 
     @abstractmethod
     def post(self, interval: int, sums: Sums) -> None:
-        """Hands over this rank's sums."""
+        """Sends this rank's sums."""
 
     @abstractmethod
-    def collect(self) -> list[Gathered]:
+    def collect(self) -> list[GatheredInterval]:
         """On rank 0 the intervals that became complete or timed out, in order; nothing elsewhere."""
 
     @abstractmethod
-    def close(self, timeout_s: float = _CLOSE_S) -> list[Gathered]:
+    def close(self, timeout_s: float = _CLOSE_S) -> list[GatheredInterval]:
         """Gives what is under way so long to arrive, then ends. On rank 0 returns what was still open."""
 
     @abstractmethod
@@ -247,7 +247,7 @@ class Side(ABC):
 
 
 class Listener(Side):
-    """Rank 0's end: hears all others."""
+    """Rank 0's end: receives from all others."""
 
     def __init__(self, rank: int, world: int, store: Store, say: Say, timeout_s: float, group: object) -> None:
         super().__init__(rank, world, store, say, timeout_s, group)
@@ -267,7 +267,7 @@ class Listener(Side):
     def post(self, interval: int, sums: Sums) -> None:
         self._keep(self.rank, interval, sums)
 
-    def collect(self) -> list[Gathered]:
+    def collect(self) -> list[GatheredInterval]:
         late = time.monotonic() - self._timeout_s
         with self._lock:
             # A rank sends in order: one that sent a later interval will not send this one any more.
@@ -277,7 +277,7 @@ class Listener(Side):
             gathered = self._hand_out(done)
         return self._name_missing(gathered)
 
-    def close(self, timeout_s: float = _CLOSE_S) -> list[Gathered]:
+    def close(self, timeout_s: float = _CLOSE_S) -> list[GatheredInterval]:
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and self._expects_more() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -303,17 +303,19 @@ class Listener(Side):
                 self._open.setdefault(interval, {})[rank] = sums
                 self._since.setdefault(interval, time.monotonic())
 
-    def _hand_out(self, intervals: list[int]) -> list[Gathered]:
+    def _hand_out(self, intervals: list[int]) -> list[GatheredInterval]:
         gathered = []
         for interval in intervals:
             del self._since[interval]
             self._handed_out = max(self._handed_out, interval)
             sums = self._open.pop(interval)
-            gathered.append(Gathered(interval, sums, tuple(rank for rank in range(self.world) if rank not in sums)))
+            gathered.append(
+                GatheredInterval(interval, sums, tuple(rank for rank in range(self.world) if rank not in sums))
+            )
             self._absent = set(gathered[-1].missing)
         return gathered
 
-    def _name_missing(self, gathered: list[Gathered]) -> list[Gathered]:
+    def _name_missing(self, gathered: list[GatheredInterval]) -> list[GatheredInterval]:
         missing = {rank for one in gathered for rank in one.missing} - self._named_missing
         if missing:
             self._named_missing |= missing
@@ -387,7 +389,7 @@ class Listener(Side):
         return bool(data) and len(peer.unread) < _LINE_BYTES
 
     def _take(self, peer: _Peer, message: list[Any]) -> bool:
-        """Whether it was sums; the first line is only who speaks."""
+        """Whether it was sums; the first line only names the rank."""
         if peer.rank is not None:
             interval, *numbers = message
             if len(numbers) != len(Sums._fields):
@@ -429,10 +431,10 @@ class Sender(Side):
         self._queue.append((interval, sums))
         self._news.set()
 
-    def collect(self) -> list[Gathered]:
+    def collect(self) -> list[GatheredInterval]:
         return []
 
-    def close(self, timeout_s: float = _CLOSE_S) -> list[Gathered]:
+    def close(self, timeout_s: float = _CLOSE_S) -> list[GatheredInterval]:
         self._ends_at = time.monotonic() + timeout_s
         self._closing.set()
         self._news.set()

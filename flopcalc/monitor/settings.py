@@ -33,7 +33,7 @@ DEFAULT_FREQ: int = _DefaultFreq(500)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a monitor works; every field is checked, whoever builds it."""
+    """How a monitor works; every field is checked."""
 
     mode: str = "smart"
     flops_profile_freq: int = DEFAULT_FREQ
@@ -97,7 +97,7 @@ def load_settings(
     config: Mapping[str, object] | str | os.PathLike[str] | Settings | None = None,
     flops_profile_freq: int = DEFAULT_FREQ,
 ) -> tuple[Settings, list[str]]:
-    """Settings, and what a user should hear: frequencies that disagree. Raises ConfigError for what cannot be right."""
+    """Settings, and warnings for the user: frequencies that disagree. Raises ConfigError for what cannot be right."""
     argument = _check("flops_profile_freq", flops_profile_freq, "flops_profile_freq")
     frequencies = [] if isinstance(argument, _DefaultFreq) else [("the constructor's flops_profile_freq", argument)]
     if isinstance(config, Settings):
@@ -208,7 +208,7 @@ def _peaks(value: object) -> float | dict[str, float]:
         return float(_above(0)(value))
     if not value:
         raise ConfigError("must be a number, or one for each number format")
-    found = {parse_dtype(name): float(_above(0)(each)) for name, each in value.items()}
+    found: dict[str, float] = {parse_dtype(name): float(_above(0)(each)) for name, each in value.items()}
     if len(found) < len(value):
         raise ConfigError("has a number format twice")
     return found

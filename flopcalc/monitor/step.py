@@ -19,7 +19,7 @@ Call = Mapping[str, Any]  # the arguments of a forward pass, by name
 VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")  # that a loop gives
 
 
-class Entry:
+class DueRecord:
     """A record that is due. It is ready once the device is past it, and what was held of it has arrived."""
 
     # One is made in every step: what most of them do not set stays with the class.
@@ -78,7 +78,7 @@ class SeenPass:
         return self.own_intake if self.model is None else self.model.find_intake(self.state)
 
 
-class SeenStep(Entry):
+class SeenStep(DueRecord):
     """One optimizer step, from its first forward pass to its record."""
 
     wall_ns: int = 0

@@ -13,27 +13,27 @@ from contextlib import contextmanager
 from typing import Any
 
 from flopcalc.base.errors import format_nearest
-from flopcalc.monitor.batch import HostBatches, Intake, Shape, Watched
-from flopcalc.monitor.device import Device, find_device
-from flopcalc.monitor.digest import Digester, finish_dropped, make_plain_record
+from flopcalc.monitor.batch import HostBatches, Intake, TensorShape, WatchedLoader
+from flopcalc.monitor.device import DeviceQueue, find_device
+from flopcalc.monitor.digest import StepWorker, finish_dropped, make_plain_record
 from flopcalc.monitor.guard import guarded
 from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.messages import Messages, warn
-from flopcalc.monitor.meter import Peak
+from flopcalc.monitor.meter import DevicePeak
 from flopcalc.monitor.model import WatchedModel, count_measured
-from flopcalc.monitor.modes import Source
+from flopcalc.monitor.modes import FactorSource
 from flopcalc.monitor.pass_calls import PassCalls
 from flopcalc.monitor.pass_log import PassLog
 from flopcalc.monitor.place import find_rank
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, TrainingPhase, check_path, load_settings
-from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext
-from flopcalc.monitor.values import Values
+from flopcalc.monitor.step import DatasetMetrics, DueRecord, LostTime, SeenStep, StepContext
+from flopcalc.monitor.values import ValueReader
 
 _POLL_S = 0.25  # the worker looks this often
 _MARK_NS, _MARK_STEPS = 8_000_000_000, 64  # how often a step is marked on the device, and the device is asked
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _COUNT_S = 5.0  # nor for what is to be counted
-_JOIN_S = 1.0  # and for a thread that was told to end
+_JOIN_S = 1.0  # and for a thread that was asked to end
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
 _at_exit: Callable[..., Any] = getattr(threading, "_register_atexit", atexit.register)
@@ -74,14 +74,14 @@ class TrainingMonitor(PassCalls):
         self._wake = threading.Event()
         self._worker: threading.Thread | None = None
         self._messages = Messages()
-        self._digester = Digester(self.settings, self.output_dir, log_path, self._messages, lambda: _clock())
+        self._digester = StepWorker(self.settings, self.output_dir, log_path, self._messages, lambda: _clock())
         self._trained = self._digester.model  # the first model; it trains
         self._models = [self._trained]
         self._trained.clock, self._trained.lose = lambda: _clock(), weakref.WeakMethod(self._lose_since)
         self._passes = PassLog(lambda: _clock())
         self._given: dict[int, tuple[Any, Intake]] = {}  # models of passes that ran elsewhere
         self._owes = ""  # a pass that runs elsewhere, and that nobody gave
-        self._device: Device | None = None
+        self._device: DeviceQueue | None = None
         self._marked_ns, self._marked_step = -_MARK_NS, 0  # when a step was marked on the device
         self._boundary = _clock()  # where the time of the next step begins
         self._open: SeenStep | None = None  # the step that is under way
@@ -89,7 +89,7 @@ class TrainingMonitor(PassCalls):
         self._is_ended = False  # a step is over and not reported yet
         self._owes_report = False  # and nobody else will
         self._watched = HostBatches(self._messages.say)
-        self._values = Values(self._messages.say)
+        self._values = ValueReader(self._messages.say)
         self._number = 0
         self._frequency = self.settings.frequency(None)
         self._is_started = False
@@ -123,7 +123,7 @@ class TrainingMonitor(PassCalls):
             if trained.live is not None:
                 self._catch_up()
                 trained.close()
-                self._digester.meter.peak = Peak()
+                self._digester.meter.peak = DevicePeak()
                 trained = self._trained = self._digester.model = self._make_model(is_first=True)
             self._models = [trained]
             self._watch(trained, first)
@@ -248,7 +248,7 @@ class TrainingMonitor(PassCalls):
 
     def watch(self, loader: Iterable[object]) -> Iterable[Any]:
         """The same batches; each is read while it is still on the host, before the loop moves it."""
-        return Watched(loader, self._see_batch)
+        return WatchedLoader(loader, self._see_batch)
 
     def metrics(self) -> dict[str, Any]:
         """The last values; what is not known is NaN, and a warning said why."""
@@ -258,7 +258,7 @@ class TrainingMonitor(PassCalls):
         return dict(self._digester.metrics)
 
     def say(self, message: str, once: str | None = None) -> None:
-        """One warning, however often it happens; it also stands in the log."""
+        """One warning, however often it happens; the log has it too."""
         if not self._is_copy():
             self._messages.say(message, once)
 
@@ -266,9 +266,9 @@ class TrainingMonitor(PassCalls):
         """Send what is left, and let go of the model. Safe to call twice."""
         if self._is_copy() or self._is_off:
             return
-        digester = self._digester
+        worker = self._digester
         for part in (
-            self._finish_steps, self._stop_worker, digester.finish_side, lambda: digester.finish_log(_CLOSE_S),
+            self._finish_steps, self._stop_worker, worker.finish_side, lambda: worker.finish_log(_CLOSE_S),
             self._drop_hooks, self._trained.close, self._messages.warn_pending,
         ):  # fmt: skip
             try:
@@ -315,7 +315,9 @@ class TrainingMonitor(PassCalls):
         """Without a batch or a model, the mask alone says how long the sequences are."""
         if not seen.batches:
             shape = getattr(mask, "shape", None)
-            self._note_given(seen, {"input_ids": Shape(shape) if shape is not None else mask, "attention_mask": mask})
+            self._note_given(
+                seen, {"input_ids": TensorShape(shape) if shape is not None else mask, "attention_mask": mask}
+            )
 
     def _note_given(self, seen: SeenStep, batch: Any) -> None:
         """A micro-batch that the loop gave."""
@@ -362,12 +364,12 @@ class TrainingMonitor(PassCalls):
         self._hand_over(seen)
 
     def _mark_end(self, seen: SeenStep) -> None:
-        """What is held is copied behind the mark."""
+        """Copies held values after the mark."""
         if self._device is not None and not self._device.is_capturing():
             seen.end = self._device.mark()
             self._values.hand_over(seen.end)
 
-    def _hand_over(self, entry: Entry) -> None:
+    def _hand_over(self, entry: DueRecord) -> None:
         entry.ended_ns = self._boundary
         device = self._device
         if device is not None and (entry.copies or entry.end is not None or entry.passes):
@@ -386,14 +388,16 @@ class TrainingMonitor(PassCalls):
     def _report(self, step: int | None, given: Sequence[object], skip_wandb: bool) -> None:
         """The record of steps that are over."""
         self._is_ended = self._owes_report = False
-        entry = Entry()
+        entry = DueRecord()
         entry.number = int(step) if step is not None else self._number
         entry.values, entry.skip_wandb = self._values.read(given, entry), skip_wandb
         self._hand_over(entry)
 
     # --- Steps that are measured ------------------------------------------------------------------------------------
 
-    def _ask_source(self, seen: SeenStep, source: Source, batch: Mapping[str, Any], sizes: Hashable = None) -> None:
+    def _ask_source(
+        self, seen: SeenStep, source: FactorSource, batch: Mapping[str, Any], sizes: Hashable = None
+    ) -> None:
         """Whether this step is to be measured; if batches of these sizes are not for a while, that is kept."""
         step, kind = self._number + 1, self._trained.classify(batch)
         seen.kind = kind
@@ -402,7 +406,7 @@ class TrainingMonitor(PassCalls):
         elif kind in source.settled and self._trained.is_told_by(sizes):
             source.keep_calm(sizes, kind)
 
-    def _start_measuring(self, seen: SeenStep, source: Source) -> None:
+    def _start_measuring(self, seen: SeenStep, source: FactorSource) -> None:
         """Before the first forward pass of a step that is to be measured."""
         if self._device is None or not self._device.is_capturing():
             source.start()
@@ -491,10 +495,10 @@ class TrainingMonitor(PassCalls):
     def _start_up(self) -> None:
         """Bind the model, open log, source and side channel; each may fail by itself."""
         self._is_started = True
-        digester = self._digester
-        digester.rank, digester.world = find_rank()
+        worker = self._digester
+        worker.rank, worker.world = find_rank()
         for part in (
-            self._find_device, digester.open_log, self._bind, digester.open_source, digester.open_side,
+            self._find_device, worker.open_log, self._bind, worker.open_source, worker.open_side,
             self._start_worker,
         ):  # fmt: skip
             try:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.monitor.device import Device
+from flopcalc.monitor.device import DeviceQueue
 from flopcalc.monitor.messages import Say
-from flopcalc.monitor.step import VALUES, Entry
+from flopcalc.monitor.step import VALUES, DueRecord
 
 MOST_HELD = 64  # values that wait to be handed to the worker
 _MOST_HANDED = 4  # batches of them that wait for the worker
@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 18  # larger tensors are never held
 _COPY_S = 0.002  # so long at most an idle device is given to copy what is held
 
 
-class _Watched(NamedTuple):
+class _WatchedTensor(NamedTuple):
     """A tensor on the device that was copied at once."""
 
     tensor: Any  # kept alive, so nothing else gets its memory
@@ -41,7 +41,7 @@ def find_whole(tensor: Any) -> Any:
     return tensor.to_local() if all(each.is_replicate() for each in tensor.placements) else None
 
 
-class Held:
+class HeldValue:
     """A value on the device, until it is copied. Its maker fills it in: a call of __init__ would be paid for too."""
 
     __slots__ = ("copy", "entry", "name", "place", "tensor", "version")
@@ -50,7 +50,7 @@ class Held:
     tensor: Any
     version: int  # autograd's count of the writes into it
     place: int  # in memory
-    entry: Entry
+    entry: DueRecord
     copy: Any  # None: it has not arrived, or was overwritten before
 
     def is_unchanged(self) -> bool:
@@ -69,23 +69,23 @@ class Held:
 class Batch(NamedTuple):
     """Values that are copied together: their copies have arrived once the device has passed `done`."""
 
-    held: Sequence[Held]
+    held: Sequence[HeldValue]
     after: Any  # the mark on the training's stream that the copies wait for
     done: Any
     copies: Sequence[Any] = ()  # None where a tensor could not be read any more
-    is_checked: bool = False  # what was overwritten is known: later writes stand behind the copies, in one stream
+    is_checked: bool = False  # what was overwritten is known: later writes come after the copies, in one stream
 
 
 def read_held(name: str, value: object) -> Any:
     """What is on the host of a value of a batch, once its entry is ready."""
-    if type(value) is not Held:
+    if type(value) is not HeldValue:
         return value
     if value.copy is None:
         raise WorkloadError(f"{name} was overwritten before it was copied")
     return value.copy
 
 
-class Values:
+class ValueReader:
     """Reads tensors and the values that a loop gives for its records, on the training thread.
 
     A CUDA call costs the host several times more when the driver's code is not in the caches, so small tensors on the
@@ -96,24 +96,24 @@ class Values:
     """
 
     def __init__(self, say: Say) -> None:
-        self.device: Device | None = None
-        self.held: list[Held] = []
+        self.device: DeviceQueue | None = None
+        self.held: list[HeldValue] = []
         self.handed: deque[Batch] = deque()  # for the worker to copy
         self.copied: deque[Batch] = deque()  # on their way
         self._arrived: deque[Batch] = deque()  # to be taken in
-        self._lock = threading.Lock()  # of who copies what was handed over, or takes in what has arrived
+        self._lock = threading.Lock()  # held while queued values are copied, or arrived ones are read
         self.has_pass = False  # a forward pass was seen since the last record, and no graph was captured in it
         self._say = say
         self._plain: Any = None  # type of a tensor that is neither distributed nor another kind
-        self._places: dict[int, Held] = {}  # of what has not arrived
+        self._places: dict[int, HeldValue] = {}  # of what has not arrived
         self._trusted: set[str] = set()  # names of tensors that the loop leaves alone
-        self._watched: dict[str, list[_Watched] | None] = {}  # None: never to be held
+        self._watched: dict[str, list[_WatchedTensor] | None] = {}  # None: never to be held
 
-    def use(self, device: Device | None) -> None:
+    def use(self, device: DeviceQueue | None) -> None:
         self.device = device
         self._plain = device.plain_tensor if device is not None else None
 
-    def read(self, given: Sequence[Any], entry: Entry) -> list[Any]:
+    def read(self, given: Sequence[Any], entry: DueRecord) -> list[Any]:
         """Numbers, copies that will arrive, and None where nothing was given."""
         if self.held and not self.has_pass and self.device is not None and not self.device.is_capturing():
             self.collect()  # no forward pass came
@@ -136,9 +136,9 @@ class Values:
         if is_tensor(value) and value.is_cuda:
             self._say(f"a dataset's value on {value.device} is not read: give a number", "dataset value")
             return math.nan
-        return float(self._read_value("dataset value", value, Entry()))
+        return float(self._read_value("dataset value", value, DueRecord()))
 
-    def take(self, name: str, tensor: Any, holder: Entry) -> Any:
+    def take(self, name: str, tensor: Any, holder: DueRecord) -> Any:
         """A host copy of a CUDA tensor that will arrive, or what holds the tensor until it is copied."""
         if not (self.has_pass and name in self._trusted):
             return self._take_now(name, tensor, holder)
@@ -154,7 +154,7 @@ class Values:
                 other.version = -1
                 self._refuse(other)
             return self._take_now(name, tensor, holder)
-        held = Held()
+        held = HeldValue()
         held.name, held.version, held.place, held.entry, held.copy = name, version, place, holder, None
         held.tensor = tensor.detach() if tensor.requires_grad else tensor
         self._places[place] = held
@@ -162,7 +162,7 @@ class Values:
         holder.held += 1
         return held
 
-    def _take_now(self, name: str, tensor: object, holder: Entry) -> Any:
+    def _take_now(self, name: str, tensor: object, holder: DueRecord) -> Any:
         assert self.device is not None
         if name not in self._trusted and self._watched.get(name, ()) is not None:
             self._watch(name, tensor)
@@ -175,7 +175,7 @@ class Values:
         if not self.has_pass:
             return
         try:
-            new = _Watched(tensor.detach(), tensor._version, tensor.data_ptr())
+            new = _WatchedTensor(tensor.detach(), tensor._version, tensor.data_ptr())
         except RuntimeError:
             self._watched[name] = None
             return
@@ -190,7 +190,7 @@ class Values:
             del self._watched[name]
 
     def hand_over(self, after: Any = None) -> None:
-        """Let the worker copy what is held, behind this mark or one that is made now; not while a graph is captured."""
+        """Let the worker copy held values, after this mark or one that is made now; not while a graph is captured."""
         device = self.device
         if device is None:
             return
@@ -263,7 +263,7 @@ class Values:
                         each.copy = copy
                     each.entry.arrived += 1
 
-    def _let_go(self, held: Held) -> None:
+    def _let_go(self, held: HeldValue) -> None:
         """Its place is forgotten first: its memory may be another tensor's at once."""
         if self._places.get(held.place) is held:
             del self._places[held.place]
@@ -274,7 +274,7 @@ class Values:
         self._find_arrived()
         self.take_in()
 
-    def _refuse(self, held: Held) -> None:
+    def _refuse(self, held: HeldValue) -> None:
         """It was written into: tensors of its name are copied at once from now on."""
         self._trusted.discard(held.name)
         self._watched[held.name] = None
@@ -307,7 +307,7 @@ class Values:
             left = device.poll()
         return left + len(self._list_held())
 
-    def _list_held(self) -> list[Held]:
+    def _list_held(self) -> list[HeldValue]:
         """What has not been taken in."""
         with self._lock:
             return [
@@ -328,7 +328,7 @@ class Values:
             for each in self._list_held():
                 each.entry.is_lost = True
 
-    def _read_value(self, name: str, value: Any, entry: Entry) -> Any:
+    def _read_value(self, name: str, value: Any, entry: DueRecord) -> Any:
         try:
             if not hasattr(value, "is_cuda"):
                 return float(value)

@@ -11,10 +11,10 @@ from flopcalc.base.errors import SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.units import format_seconds
 from flopcalc.planning.layout import Layout
-from flopcalc.planning.step import Runner
+from flopcalc.planning.step import LayoutTimer
 
 
-def describe_coverage(runner: Runner, layout: Layout, others: Sequence[tuple[Layout, float]] = ()) -> list[str]:
+def describe_coverage(runner: LayoutTimer, layout: Layout, others: Sequence[tuple[Layout, float]] = ()) -> list[str]:
     """How often the interval held in published runs of this kind of layout, and how far off their steps were.
 
     `others` are layouts with the seconds of their step, the fastest first.
@@ -44,14 +44,14 @@ def describe_coverage(runner: Runner, layout: Layout, others: Sequence[tuple[Lay
     return notes
 
 
-def name_kind(runner: Runner, layout: Layout) -> str:
+def name_kind(runner: LayoutTimer, layout: Layout) -> str:
     """The kind of published runs that a layout is compared with."""
     return f"{'dense' if runner.model.experts == 1 else 'experts'}, zero {'3' if layout.zero == 3 else '0 to 2'}"
 
 
 @cache
 def load_coverage() -> dict[str, dict[str, float]]:
-    """Kind of layout -> published runs, how many of them lie inside the interval, and how much longer the median one
+    """Kind of layout -> published runs, how many of them are inside the interval, and how much longer the median one
     took than predicted."""
     path = os.path.join(find_data_dir(), "plan_coverage.json")
     kinds: dict[str, dict[str, float]] = read_json(path, MAX_JSON_BYTES, SpecError)["kinds"]

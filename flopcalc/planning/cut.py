@@ -256,7 +256,7 @@ def take_section(work: Work, section: Section, layers: int, stepped: float) -> W
 
 @lru_cache(maxsize=4096)
 def locate(module: str, group: str, stacks: tuple[Stack, ...]) -> str:
-    """Where a module stands: in the language model's layers, before them (first), behind them (last), or optimizer."""
+    """Where a module is: in the language model's layers, before them (first), after them (last), or optimizer."""
     if group == "optimizer":
         return group
     language = [i for i, stack in enumerate(stacks) if stack.is_language]
@@ -314,20 +314,20 @@ def _halve(one: SplitBytes, other: SplitBytes) -> SplitBytes:
     return SplitBytes((one.dense + other.dense) // 2, (one.other + other.other) // 2)
 
 
-class Weights(NamedTuple):
+class PlaceWeights(NamedTuple):
     """Weights of a place in bytes and its trained parameters, dense and of experts."""
 
     held: SplitBytes = SplitBytes()
     trained: SplitBytes = SplitBytes()
 
 
-def sum_weights(parts: Sequence[Part]) -> dict[str, Weights]:
+def sum_weights(parts: Sequence[Part]) -> dict[str, PlaceWeights]:
     """first, layers (all of them) and last -> their weights."""
-    found = {"first": Weights(), "layers": Weights(), "last": Weights()}
+    found = {"first": PlaceWeights(), "layers": PlaceWeights(), "last": PlaceWeights()}
     for part in parts:
         name = "layers" if part.is_language else "last" if part.is_last else "first"
         at = found[name]
-        found[name] = Weights(_add(at.held, part.weights), _add(at.trained, part.trained))
+        found[name] = PlaceWeights(_add(at.held, part.weights), _add(at.trained, part.trained))
     return found
 
 

@@ -64,7 +64,7 @@ class Outline(NamedTuple):
     groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a token may reach
     losses: int = 1  # passes through the head: one more for every layer of multi-token prediction
 
-    def __hash__(self) -> int:  # a few numbers tell: one is looked up for every layout of a plan
+    def __hash__(self) -> int:  # a few numbers suffice: one is looked up for every layout of a plan
         return hash((self.layers, self.hidden, self.tokens))
 
 

@@ -40,7 +40,7 @@ class Interconnect(NamedTuple):
     date: str
     host: float = 0.0  # bytes per s between a device and its host's memory, one way; 0: not known
 
-    def __hash__(self) -> int:  # its name tells: one is looked up for every collective of a plan
+    def __hash__(self) -> int:  # its name suffices: one is looked up for every collective of a plan
         return hash(self.id)
 
 
@@ -156,7 +156,7 @@ def check_reach(net: Interconnect, devices: int) -> None:
 
 @lru_cache(maxsize=1 << 16)
 def time_collective(net: Interconnect, kind: str, size: float, group: int, stride: int = 1) -> float:
-    """Seconds of a collective over `group` devices that lie `stride` apart; `size` in bytes of the whole array.
+    """Seconds of a collective over `group` devices that are `stride` apart; `size` in bytes of the whole array.
 
     all_reduce, all_gather, reduce_scatter: of the array before or after it; all_to_all: of what one device sends.
     """
@@ -186,7 +186,7 @@ def time_routing(
     """Seconds of handing tokens to the experts of `group` devices; `size` in bytes of all copies that a device sends.
 
     A token that reaches several experts of a device is sent there once, and one that reaches several devices of a node
-    is sent to the node once and copied inside (as DeepEP and HybridEP do). Experts are drawn evenly, from so many of
+    is sent to the node once and copied inside (as DeepEP and HybridEP do). Experts are drawn evenly, from that many of
     the model's `groups` of them (1 of 1: from all).
     """
     nodes = -(-group // net.per_node)
@@ -197,7 +197,7 @@ def time_routing(
 
 
 def count_reached(places: int, active: int, groups: tuple[int, int] = (1, 1)) -> float:
-    """How many of so many places a token's experts lie at, which are drawn evenly from some of their groups."""
+    """At how many of the places a token's experts are, if they are drawn evenly from some of their groups."""
     many, chosen = groups
     most = float(places)
     if chosen < many <= places:

@@ -14,7 +14,7 @@ from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.layout import DEGREES, check_fixed
-from flopcalc.planning.results import Plan, Planned
+from flopcalc.planning.results import Plan, PlannedLayout
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
 from flopcalc.prediction.execution_options import check_timed, describe_key_heads
@@ -33,7 +33,7 @@ MOST_IMBALANCE = 1000
 MOST_BATCH_TOKENS = 1 << 28  # beyond it no larger batch is proposed
 _AS_FAST = 0.98
 _HELPS = 1.1  # how much faster a doubled batch must be to be proposed
-_ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that hardly depend on the batch
+_ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that depend little on the batch
 
 _NEEDED = {
     "tokens": "the tokens of the whole run, such as 2T",
@@ -43,7 +43,7 @@ _NEEDED = {
 
 
 def plan_setup(setup: Setup) -> Plan:
-    """The plan of a training run: what a Setup asks, beside its model and one sample, is read here."""
+    """The plan of a training run, from a Setup, its bound model and one sample."""
     tokens, device, gpus = setup.get("tokens"), setup.place.device, setup.place.gpus
     for name, value in (("tokens", tokens), ("device", device), ("gpus", gpus)):
         if value is None:
@@ -138,15 +138,15 @@ def _search_batch(
 
 
 def _advise_batch(
-    best: Sequence[Planned],
+    best: Sequence[PlannedLayout],
     batch: int,
     tokens: int,
     fixed: Mapping[str, Sequence[int | str]],
     find_best: Callable[[int, Mapping[str, Sequence[int | str]]], float | None],
 ) -> list[str]:
-    """A note where the batch that was taken for want of one decides the plan: the smallest that no longer does.
+    """A note if the batch that was assumed decides the plan: the smallest that no longer does.
 
-    Tries doubled batches among layouts like the best ones: same degrees but for replicas, stages and their chunks.
+    Tries doubled batches among layouts like the best ones: same degrees except replicas, stages and their chunks.
     """
     alike = {name: tuple(dict.fromkeys(getattr(planned.layout, name) for planned in best)) for name in _ALIKE}
     narrowed = {**alike, **fixed}

@@ -15,7 +15,7 @@ from flopcalc.hardware.devices import Device
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.money import Rate
 from flopcalc.planning.network import Interconnect
-from flopcalc.planning.seconds import PARTS, Step
+from flopcalc.planning.seconds import PARTS, LayoutSeconds
 from flopcalc.prediction.memory.peak import Memory, find_capacity
 
 # NCCL's buffers on every device of several. The allocator of the tensors does not see them.
@@ -31,7 +31,7 @@ def _list_bytes(memory: Memory) -> dict[str, int]:
 
 
 def find_usable(device: Device, gpus: int) -> int:
-    """Bytes of a device that tensors can fill, beside the buffers of a run on several."""
+    """Bytes of a device that tensors can fill, without the buffers of a run on several."""
     return find_capacity(device) - (BUFFER_BYTES if gpus > 1 else 0)
 
 
@@ -69,11 +69,11 @@ class PlannedRow(NamedTuple):
     usd: float | None
 
 
-class Planned(NamedTuple):
+class PlannedLayout(NamedTuple):
     """A layout with its time, memory and cost; days, hours and money are of the whole run at the middle time."""
 
     layout: Layout
-    step: Step
+    step: LayoutSeconds
     memory: Memory
     mfu: float
     hfu: float
@@ -110,7 +110,7 @@ class Planned(NamedTuple):
 
     def __repr__(self) -> str:
         return (
-            f"Planned({self.layout}: step {format_seconds(self.step.seconds)}, MFU {100 * self.mfu:.1f} %, "
+            f"PlannedLayout({self.layout}: step {format_seconds(self.step.seconds)}, MFU {100 * self.mfu:.1f} %, "
             f"{format_bytes(self.memory.peak)}, {format_amount(self.days)} days, "
             f"{format_amount(self.gpu_hours)} GPU-hours)"
         )
@@ -121,7 +121,7 @@ class Loser(NamedTuple):
 
     reason: str  # memory, bubble, communication, recompute, compute
     layouts: int
-    nearest: Planned
+    nearest: PlannedLayout
     text: str
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ class Plan(NamedTuple):
     tokens: int
     seq: int
     global_batch: int
-    best: tuple[Planned, ...]
+    best: tuple[PlannedLayout, ...]
     losers: tuple[Loser, ...]
     layouts: int  # that divide
     fitting: int

@@ -12,7 +12,7 @@ from flopcalc.planning.seconds import PARTS
 from flopcalc.prediction.perfetto import write_trace
 
 if TYPE_CHECKING:
-    from flopcalc.planning.results import Plan, Planned
+    from flopcalc.planning.results import Plan, PlannedLayout
 
 MOST_EVENTS = 200_000
 _COMPUTE = ("products", "attention", "memory_bound", "recompute", "launches", "host")
@@ -28,7 +28,7 @@ class Task(NamedTuple):
     chunk: int
 
 
-class Event(NamedTuple):
+class StageEvent(NamedTuple):
     rank: int
     kind: str  # compute, communication, bubble, gradients, optimizer
     name: str
@@ -84,8 +84,8 @@ def run_schedule(layout: Layout, batches: int, forward_s: float, backward_s: flo
     return found
 
 
-def list_events(planned: Planned, batches: int) -> Iterator[Event]:
-    """The events of one replica's pipeline, rank by rank in time; the first rank of each stage stands for its group."""
+def list_events(planned: PlannedLayout, batches: int) -> Iterator[StageEvent]:
+    """The events of one replica's pipeline, rank by rank in time; the first rank of each stage represents its group."""
     layout, parts = planned.layout, dict(zip(PARTS, planned.step.parts, strict=True))
     if 4 * layout.pp * layout.virtual * batches > MOST_EVENTS:
         raise WorkloadError(
@@ -105,19 +105,19 @@ def list_events(planned: Planned, batches: int) -> Iterator[Event]:
         if layout.virtual > 1:
             name += f", chunk {task.chunk}"
         if start > free[rank]:
-            yield Event(rank, "bubble", "bubble", free[rank], start - free[rank])
-        yield Event(rank, "compute", name, start, shares[task.is_forward])
+            yield StageEvent(rank, "bubble", "bubble", free[rank], start - free[rank])
+        yield StageEvent(rank, "compute", name, start, shares[task.is_forward])
         if sent[task.is_forward]:
-            yield Event(rank, "communication", name, start + shares[task.is_forward], sent[task.is_forward])
+            yield StageEvent(rank, "communication", name, start + shares[task.is_forward], sent[task.is_forward])
         free[rank] = start + spent[task.is_forward]
     end = max(free)
     for rank in range(layout.pp):
         if end > free[rank]:
-            yield Event(rank, "bubble", "bubble", free[rank], end - free[rank])
+            yield StageEvent(rank, "bubble", "bubble", free[rank], end - free[rank])
         at = end
         for kind, part in (("gradients", "data_parallel"), ("optimizer", "optimizer"), ("overhead", "overhead")):
             if parts[part]:
-                yield Event(rank, kind, part.replace("_", " "), at, parts[part])
+                yield StageEvent(rank, kind, part.replace("_", " "), at, parts[part])
                 at += parts[part]
 
 

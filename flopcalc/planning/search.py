@@ -19,9 +19,9 @@ from flopcalc.planning.cut import is_lifting
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
 from flopcalc.planning.money import Rate, count_energy, find_price
 from flopcalc.planning.network import Interconnect, check_reach, find_interconnect
-from flopcalc.planning.results import Loser, Plan, Planned, Point, find_usable
-from flopcalc.planning.seconds import PARTS, Overlaps, Step
-from flopcalc.planning.step import Runner
+from flopcalc.planning.results import Loser, Plan, PlannedLayout, Point, find_usable
+from flopcalc.planning.seconds import PARTS, Overlaps, LayoutSeconds
+from flopcalc.planning.step import LayoutTimer
 from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.execution_options import describe_formats
 from flopcalc.prediction.memory.peak import Memory, resize_batch
@@ -82,7 +82,7 @@ def search_layouts(
     rate = find_price(found, price)
     if not estimator.parameters()["trainable"]:
         raise WorkloadError("nothing trains under this recipe: there is no training run to plan")
-    runner = Runner(
+    runner = LayoutTimer(
         estimator, sample, device, net, global_batch, dtype=kind, execution=execution, optimizer=optimizer,
         attention_kernel=attention_kernel, overlaps=overlaps, expert_imbalance=expert_imbalance,
     )  # fmt: skip
@@ -92,11 +92,11 @@ def search_layouts(
     capacity = find_usable(found, gpus)
     searched = _search(runner, gpus, global_batch, fixed, capacity, progress)
 
-    def finish(layout: Layout, step: Step, _: int) -> Planned:
+    def finish(layout: Layout, step: LayoutSeconds, _: int) -> PlannedLayout:
         memory = runner.count_memory(layout)
         speed = global_batch / step.seconds
         hours = tokens / (speed * sample.tokens) / 3600
-        return Planned(
+        return PlannedLayout(
             layout, step, memory,
             mfu=needed * speed / gpus,
             hfu=_find_ideal(found, _count_executed(runner, layout)) * speed / gpus,
@@ -126,10 +126,10 @@ def search_layouts(
     )  # fmt: skip
 
 
-Entry: TypeAlias = tuple[Layout, Step, int]  # with the peak of its memory, in bytes
+Entry: TypeAlias = tuple[Layout, LayoutSeconds, int]  # with the peak of its memory, in bytes
 
 
-class _Searched(NamedTuple):
+class _SearchResult(NamedTuple):
     fitting: list[Entry]
     misfits: list[Entry]
     skipped: dict[str, int]
@@ -140,7 +140,7 @@ def _find_ideal(device: Device, flops: Mapping[str, float]) -> float:
     return find_ideal_time(flops, device=device.id).seconds or 0.0
 
 
-def _count_executed(runner: Runner, layout: Layout) -> dict[str, float]:
+def _count_executed(runner: LayoutTimer, layout: Layout) -> dict[str, float]:
     """FLOPs executed for one sample of a layout's micro-batches, by number format; tiles are padded as on one GPU."""
     load, recompute = resize_batch(runner.sample, layout.micro_batch), layout.recompute
 
@@ -176,13 +176,13 @@ def _check_dtype(device: Device, dtype: str) -> None:
 
 
 def _search(
-    runner: Runner,
+    runner: LayoutTimer,
     gpus: int,
     global_batch: int,
     fixed: Mapping[str, Sequence[int | str]],
     capacity: float,
     progress: Callable[[int, int], None] | None,
-) -> _Searched:
+) -> _SearchResult:
     """Every layout of the search, timed; an error if none divides."""
     model, fixed = runner.model, {"recompute": runner.list_recompute(), **fixed}
     _check_division(model, gpus, global_batch, fixed)
@@ -191,7 +191,7 @@ def _search(
     skipped: dict[str, int] = {}
     problems: dict[str, str] = {}
     whole = 0
-    if progress is not None:  # a listing alone is quick, and tells how many there are
+    if progress is not None:  # a listing alone is quick, and shows how many there are
         whole = sum(1 for _ in list_layouts(model, gpus, global_batch, runner.net.per_node, fixed))
     for number, layout in enumerate(list_layouts(model, gpus, global_batch, runner.net.per_node, fixed)):
         if progress is not None and number % _TOLD_EVERY == 0:
@@ -211,7 +211,7 @@ def _search(
         most = max(skipped, key=lambda rule: skipped[rule]) if skipped else ""
         why = problems[most] if most else f"what is fixed leaves no way to use all {gpus} devices"
         raise WorkloadError(f"no layout divides: {why}; change it, {spell('gpus')} or {spell('global_batch')}")
-    return _Searched(fitting, misfits, skipped)
+    return _SearchResult(fitting, misfits, skipped)
 
 
 def _check_division(model: Outline, gpus: int, global_batch: int, fixed: Mapping[str, Sequence[int | str]]) -> None:
@@ -233,11 +233,11 @@ def _check_division(model: Outline, gpus: int, global_batch: int, fixed: Mapping
 
 
 def _explain(
-    best: Planned,
+    best: PlannedLayout,
     ranked: Sequence[Entry],
     misfits: Sequence[Entry],
     capacity: float,
-    finish: Callable[[Layout, Step, int], Planned],
+    finish: Callable[[Layout, LayoutSeconds, int], PlannedLayout],
 ) -> list[Loser]:
     """Why the others lose, reason by reason: the part that grew most against the best, or memory."""
     grouped: dict[str, list[Entry]] = {}
@@ -276,7 +276,7 @@ def _explain(
 _NETWORK = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "data_parallel")
 
 
-def _find_help(best: Planned, losers: Sequence[Loser]) -> str:
+def _find_help(best: PlannedLayout, losers: Sequence[Loser]) -> str:
     """What would shorten the best layout's step most; nothing where it is all products."""
     parts, whole = dict(zip(PARTS, best.step.parts, strict=True)), best.step.seconds
     gains = {
@@ -293,7 +293,7 @@ def _find_help(best: Planned, losers: Sequence[Loser]) -> str:
 
 
 def _describe_misfit(
-    runner: Runner,
+    runner: LayoutTimer,
     gpus: int,
     misfits: Sequence[Entry],
     capacity: float,
@@ -340,14 +340,14 @@ _ASSUMED = {
 }
 
 
-def _name_evidence(runner: Runner) -> str:
+def _name_evidence(runner: LayoutTimer) -> str:
     if runner.machine.is_measured:
         return "measured"
     return "kernels measured" if runner.machine.has_kernels else "not measured: scaled by published peaks"
 
 
-def _list_assumed(runner: Runner) -> list[str]:
-    """What a step's time assumes beside measured and published times."""
+def _list_assumed(runner: LayoutTimer) -> list[str]:
+    """What a step's time assumes besides measured and published times."""
     assumed = [_ASSUMED[runner.execution]]
     has_experts = runner.model.experts > 1
     if has_experts and runner.waits_at_experts:
@@ -362,7 +362,9 @@ def _list_assumed(runner: Runner) -> list[str]:
     return assumed
 
 
-def _list_notes(best: Planned, runner: Runner, rate: Rate | None, steps: Sequence[tuple[Layout, float]]) -> list[str]:
+def _list_notes(
+    best: PlannedLayout, runner: LayoutTimer, rate: Rate | None, steps: Sequence[tuple[Layout, float]]
+) -> list[str]:
     net, device, many = runner.net, runner.machine.device, best.layout.devices
     own = f"one-GPU times measured on {device.name}"
     if runner.machine.has_kernels:

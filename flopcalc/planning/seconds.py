@@ -30,7 +30,7 @@ class Overlaps(NamedTuple):
 OVERLAPS = {"all": Overlaps(), "none": Overlaps(False, False, False, False, False, False)}
 
 
-class Step(NamedTuple):
+class LayoutSeconds(NamedTuple):
     """Seconds of one step by part (see PARTS), and the relative errors to expect."""
 
     parts: tuple[float, ...]

@@ -22,8 +22,8 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.cut import (
+    PlaceWeights,
     Section,
-    Weights,
     cut_work,
     list_sections,
     locate,
@@ -37,7 +37,7 @@ from flopcalc.planning.cut import (
 )
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
-from flopcalc.planning.seconds import PARTS, DeviceTime, Kinds, LayoutTime, Overlaps, Step
+from flopcalc.planning.seconds import PARTS, DeviceTime, Kinds, LayoutTime, Overlaps, LayoutSeconds
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.execution_options import change, find_kernel, settle
@@ -88,7 +88,7 @@ EXPERT_ERROR = (0.25, 0.6)  # of a model of experts: uneven loads, small product
 SCAN_WIDTH = 2.0  # how many times wider where layers have scans or selections of keys
 
 
-class Runner:
+class LayoutTimer:
     """Times layouts of one model on one device and interconnect; what layouts share is timed once."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Runner:
         self.work = cache(self._make_work)
         self.tensors = cache(self._make_tensors)
         parts = self.tensors(1, "none", 1.0).parts
-        self.weights: Mapping[str, Weights] = sum_weights(parts)
+        self.weights: Mapping[str, PlaceWeights] = sum_weights(parts)
         self.trained = {kind.number: kind.trained for part in parts for kind in part.kinds}
         kinds = dict(zip(self.model.kinds, _list_named(estimator), strict=True))
         self.named = [kinds[number] for number in range(len(kinds))]  # kind -> path of its layers, names of their ops
@@ -328,7 +328,7 @@ class Runner:
         return self._run_clock(cut, section, batches, stepped).step_s()
 
     # --- a layout -----------------------------------------------------------------------------------------------------
-    def time(self, layout: Layout) -> Step:
+    def time(self, layout: Layout) -> LayoutSeconds:
         """One step of a layout that divides."""
         if layout.devices == 1:
             return self._time_alone(_find_cut(layout), self._count_batches(layout))
@@ -356,7 +356,7 @@ class Runner:
         parts["offload"] = batches * section.layers * copied
         uneven = SHARD_UNEVEN * log(layout.dp * layout.cp) if layout.zero == 3 else 0.0
         parts["overhead"] = (OVERHEAD + uneven) * sum(parts.values())
-        return Step(tuple(parts.values()), *self._find_errors(layer, parts))
+        return LayoutSeconds(tuple(parts.values()), *self._find_errors(layer, parts))
 
     def _time_spread(self, layout: Layout) -> LayoutTime:
         """What layouts that differ in ZeRO share."""
@@ -390,12 +390,12 @@ class Runner:
         """Layers of a section that hand tokens to experts."""
         return sum(section.kinds[kind] for kind in self.model.routed)
 
-    def _time_alone(self, cut: Layout, batches: int) -> Step:
-        """One device: what predict says of it."""
+    def _time_alone(self, cut: Layout, batches: int) -> LayoutSeconds:
+        """One device: the same as predict."""
         section = list_sections(self.model)[0]
         parts = self._list_parts(cut, section, batches, 1.0)
         low, mid, high = self._run_clock(cut, section, batches, 1.0).interval()
-        return Step(tuple(parts[name] for name in PARTS), mid / low - 1, high / mid - 1)
+        return LayoutSeconds(tuple(parts[name] for name in PARTS), mid / low - 1, high / mid - 1)
 
     # --- what is exchanged --------------------------------------------------------------------------------------------
     def _time_exchanges(self, layout: Layout, layer: DeviceTime) -> tuple[float, float, float]:
@@ -435,7 +435,7 @@ class Runner:
 
         Another micro-batch's passes hide it where stages are interleaved or the step is replayed as a CUDA graph, but
         not where layers are recomputed (Megatron-Core's checks of overlap_moe_expert_parallel_comm) or select keys
-        (Megatron-Bridge's deepseek_v4.py). With ZeRO 3 shared experts run beside it (NeMo Automodel's MoE.forward,
+        (Megatron-Bridge's deepseek_v4.py). With ZeRO 3 shared experts run with it (NeMo Automodel's MoE.forward,
         torchtitan's). What the device waits for its host hides it too.
         """
         if not whole:

@@ -46,7 +46,7 @@ ADAPTER_AUTOCAST: list[tuple[str, str, int, str, str]] = [
 
 
 def is_adapter_cast(formats: Formats, dtype_bytes: int) -> bool:
-    """Whether adapters are in float32 beside a half-precision model: inputs are cast for them."""
+    """Whether adapters are in float32 with a half-precision model: inputs are cast for them."""
     return dtype_bytes != 4 and formats.adapter in ("", "fp32")
 
 

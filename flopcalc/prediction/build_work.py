@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flopcalc.base.vocabulary import CallKernel, CallMask, Execution, Mask, Optimizer
+from flopcalc.base.vocabulary import CallKernel, CallMask, Execution, Mask, Optimizer, PassDirection, ProductDirection
 from flopcalc.core.count.products import Block, CountedRow, Row
 from flopcalc.core.count.products import Product as CountedProduct
 from flopcalc.core.estimate.estimate import Estimator
@@ -127,7 +127,7 @@ def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[l
             kind = each.kind
             if kind == "cast":
                 kind = "cast_up" if each.writes > each.reads else "cast_down"
-            elif kind == "cat" and load.phase == "decode":  # a row behind many: far slower than halves side by side
+            elif kind == "cat" and load.phase == "decode":  # one row after many: far slower than two halves
                 kind = "cat_cache"
             width: Width = "wide" if each.module in wide else "narrow"
             moved.append(
@@ -147,7 +147,7 @@ def _add_dequantized(
         if row is None or product.direction == "wgrad" or (product.n, product.k) != (row.op.n_out, row.op.n_in):
             continue
         size = product.n * product.k * product.copies
-        way = "forward" if product.direction == "forward" else "backward"
+        way: PassDirection = "forward" if product.direction == "forward" else "backward"
         moved.append(
             MemoryCall(product.module, product.group, way, "dequantize", size / 2, 2.0 * size, product.calls,
                   product.is_again)
@@ -226,7 +226,7 @@ class _Maker:
             if not value or product.role not in ("base", "adapter_a", "adapter_b", "fold"):
                 continue
             if product.role == "base":
-                folded = ("wgrad",) if row.find("folded_weight") is not None else ()
+                folded: tuple[ProductDirection, ...] = ("wgrad",) if row.find("folded_weight") is not None else ()
                 made = self._add(block, op, m, op.n_out, op.n_in, op.copies, product, sided, folded)
                 if self.is_fused:
                     self._join(block, op, made)
@@ -237,12 +237,12 @@ class _Maker:
 
     def _add(
         self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: TensorSplit,
-        more: tuple[str, ...] = (),
+        more: tuple[ProductDirection, ...] = (),
     ) -> tuple[Product, ...]:  # fmt: skip
         routing = self.find_routing(block) if op.active < copies else EVEN
         calls = block.copies * self.steps
         module, is_conv = name_module(block, op), op.kind == "conv" and block.group == "vision"
-        ways = [("forward", False)]
+        ways: list[tuple[ProductDirection, bool]] = [("forward", False)]
         ways += [(direction, False) for direction in (*find_owed(product), *more)] if self.is_train else []
         ways += [("forward", True)] if self.is_train and product.passes.recompute else []
         made = tuple(
@@ -256,7 +256,7 @@ class _Maker:
         self.products += made
         return made
 
-    def _find_format(self, product: CountedProduct, direction: str, part: str) -> str:
+    def _find_format(self, product: CountedProduct, direction: ProductDirection, part: str) -> str:
         # Training frameworks multiply a router's 16-bit numbers on tensor cores, into float32 (Megatron-Core's
         # router_gating_linear); HF's code brings them to float32 first.
         if self.is_fused and part == "router":
@@ -284,13 +284,13 @@ class _Maker:
         self.multiplied.append(row.op)
         calls = block.copies * self.steps
         flops = counted.flops
-        passes = [("forward", flops.forward, False)]
+        passes: list[tuple[PassDirection, int, bool]] = [("forward", flops.forward, False)]
         if self.is_train:
             passes += [("backward", flops.backward, False), ("forward", flops.recompute, True)]
         for direction, count, is_again in passes:
             if count and not self.is_fused and not is_again:
                 side = max(1, round((count / self.steps / 2) ** (1 / 3)))
-                way = "dgrad" if direction == "backward" else direction
+                way: ProductDirection = "dgrad" if direction == "backward" else direction
                 self.products.append(
                     Product(name_module(block, row.op), block.group, row.op.part, way, side, side, side, calls,
                             side="column", format="bf16")
@@ -305,7 +305,7 @@ class _Maker:
 
     def add_attention(self, block: Block, row: Row, op: Attend) -> None:
         load = self.load
-        ways = [("forward", False)]
+        ways: list[tuple[PassDirection, bool]] = [("forward", False)]
         if self.is_train:
             ways += [("backward", False)] if row.has_backward else []
             ways += [("forward", True)] if any(product.passes.recompute for product in row.products) else []
@@ -357,7 +357,7 @@ class _Maker:
         return mask, 1 if one_by_one else many, length, length, many if one_by_one else 1
 
     def _find_summed(self, module: str, rows: Expression, times: int) -> list[tuple[CallMask, int, int, int, float]]:
-        """Calls of an attention op that tells its pairs as a sum over images, clips or rows: all of them alike."""
+        """Calls of an attention op whose pairs are a sum over images, clips or rows: all of them alike."""
         load, unit = self.load, rows.unit
         pairs = rows.count(load, "full") * times
         if module in self.masked and unit == "call":  # all images are one sequence, and a mask keeps them apart

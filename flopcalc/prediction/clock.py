@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.spelling import spell
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import Execution, Phase
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import find_device
 from flopcalc.prediction.build_work import count_calls
@@ -23,7 +23,7 @@ _EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly,
 # What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.
 _OTHER = {"device": 0.04, "host": 0.4}
 _SLOWER = 0.2  # how much longer another host takes by which a step's share of its host is found
-_UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
+_UNTYPED = 1.5  # how much wider if the host's time follows from operators alone, with no measured model of the type
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
 # Share of the peak that draws as much power as products of adapters in fp32, which tensor cores do not compute: chosen
 # on the LoRA steps of the blind tests up to the ninth (benchmarks/results/blind_steps_*.json).
@@ -165,10 +165,10 @@ class Clock:
         self.hosted: list[HostTime] = []
         self.times = 1
         self.stacks: tuple[Stack, ...] = ()
-        self.phase = "train"
+        self.phase: Phase = "train"
         self.is_recorded = True
         self.has_experts = False
-        self.waiting: Waiting | None = None  # at products of experts, for the host
+        self.waiting: Waiting | None = None  # at products of experts, because of the host
         self.is_typed = True  # what the family's code costs the host was measured
         self.long_keys = (0, 0)  # of attention far longer than any measured; the longest that was
         self.found_notes: dict[str, None] = {}

@@ -23,7 +23,7 @@ from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.build_work import FOUR_BITS
 from flopcalc.prediction.memory.tensors import has_sdpa
 
-_EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
+_EAGER = ("gpt_oss",)  # without SDPA in HF, besides types that were only recorded with eager attention
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 # Specs that no clock knows: attention over blocks of tokens, and a head whose weights are another model's.
 _NOT_TIMED = ("dflash",)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from flopcalc.prediction.kernels.machine import EXPERT_HOST_S, Machine
 from flopcalc.prediction.work import Product, Work
 
-# How well host and device run beside each other: 1 hides nothing, and the larger, the more of the shorter one.
+# How well host and device overlap: 1 hides nothing; a larger number hides more of the shorter one.
 _BESIDE = 1.7
 
 

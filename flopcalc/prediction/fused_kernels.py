@@ -1,9 +1,10 @@
-"""What the fused kernels of a training framework move beside products and attention: each tensor once per use."""
+"""What the fused kernels of a training framework move besides products and attention: each tensor once per use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from flopcalc.base.vocabulary import PassDirection
 from flopcalc.core.count.products import Block, CountedRow, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Linear, Norm, Op
@@ -13,7 +14,7 @@ from flopcalc.prediction.tensor_parallel import TensorSplit
 from flopcalc.prediction.work import Attention, MemoryCall, Width
 
 _FLOAT = 4  # bytes of what is always computed in float32
-_CLOSED = ("attention_projections", "router", "lm_head", "head")  # parts behind which no activation function comes
+_CLOSED = ("attention_projections", "router", "lm_head", "head")  # parts with no activation function after them
 
 
 def list_fused(
@@ -95,7 +96,7 @@ class _Lister:
     def _add_bias(self, op: Linear, amount: float) -> None:
         """What biases of experts move in Megatron-Core, whose only experts with biases are gpt-oss's.
 
-        The first product adds its bias itself; its gradient is a sum. The activation behind it clamps its two halves
+        The first product adds its bias itself; its gradient is a sum. The activation after it clamps its two halves
         and joins them again apart from its kernel (weighted_bias_quick_geglu_impl). The second bias is weighted by the
         router's float32 scores, added expert by expert, joined, and cast (TEGroupedMLP._apply_bias).
         """
@@ -113,7 +114,7 @@ class _Lister:
         """Numbers of one call, and how often each pass reads and writes them."""
         if not size:
             return
-        passes = [("forward", forward, False)]
+        passes: list[tuple[PassDirection, tuple[float, float], bool]] = [("forward", forward, False)]
         passes += [("backward", backward, False)] if self.flows else []
         passes += [("forward", forward, True)] if self.is_again else []
         for direction, (reads, writes), is_again in passes:

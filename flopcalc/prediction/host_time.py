@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from flopcalc.base.vocabulary import Phase
 from flopcalc.prediction.kernels.constants import HostPhase, Mode
 from flopcalc.prediction.timeline import Place, Stack, find_place
 
@@ -36,12 +37,12 @@ def name_phase(phase: str) -> HostPhase:
     return "train" if phase == "train" else "decode" if phase == "decode" else "forward"
 
 
-def name_mode(phase: str) -> Mode:
+def name_mode(phase: Phase) -> Mode:
     """With gradients or without: kernels follow each other more closely in a forward pass, and one thread works."""
     return "train" if phase == "train" else "forward"
 
 
-def name_factor(way: str, group: str, phase: str) -> str:
+def name_factor(way: str, group: str, phase: Phase) -> str:
     """The factor of a model type that an operator's time on the host has; an optimizer's is everybody's."""
     if way in ONCE:
         return way

@@ -1,4 +1,4 @@
-"""What versions of transformers do to routed rows, beside the operators that were recorded of one version.
+"""What versions of transformers do to routed rows, besides the operators that were recorded for one version.
 
 Experts take the rows that a router sends them, sorted by expert. Some versions mask rows that belong to no expert of
 this device, on one device too. Source: transformers, src/transformers/integrations/moe.py, grouped_mm_experts_forward,

@@ -82,7 +82,7 @@ _NARROW = 1024  # bytes that are left of a sum over all tokens: the gradient of 
 _SMALL_SORT = 2048  # bytes
 
 
-# What a trace tells apart beyond a name: elementwise kernels whose tensors do not lie alike in memory, and what is no
+# What a trace distinguishes beyond a name: elementwise kernels whose tensors differ in memory layout, and what is no
 # operator at all.
 RECORDED_KINDS = frozenset(KINDS) - {"wrapper", "optimizer", "fourier"} | {
     "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide",
@@ -102,7 +102,7 @@ def classify(name: str) -> str:
 
 
 def name_shape(kind: str, reads: float, writes: float) -> str:
-    """The kind of a memory-bound call with what its bytes tell of its shape, where that changes its time."""
+    """The kind of a memory-bound call with what its bytes say about its shape, if that changes its time."""
     if kind == "reduce" and reads > _LARGE_SUM and writes:
         few = reads / writes
         if writes <= _NARROW:

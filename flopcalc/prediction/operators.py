@@ -1,13 +1,13 @@
-"""The operators that HF's code dispatches in a step beside products and attention, their bytes, and what is saved."""
+"""The operators that HF's code dispatches besides products and attention, their bytes, and what is saved."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, SpecError, format_value
-from flopcalc.base.vocabulary import Convention
+from flopcalc.base.vocabulary import Convention, PassDirection, RecordedPhase
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
@@ -57,7 +57,7 @@ class Operator(NamedTuple):
 
     module: str
     group: str
-    direction: str  # forward, backward
+    direction: PassDirection  # forward, backward
     kind: str
     reads: int  # bytes of one call
     writes: int
@@ -76,7 +76,7 @@ class SavedTensor(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """What one step dispatches beside products and attention, and what it keeps."""
+    """What one step dispatches besides products and attention, and what it keeps."""
 
     rows: tuple[Operator, ...]
     saved: tuple[SavedTensor, ...]
@@ -88,7 +88,7 @@ class Operators(NamedTuple):
 def list_operators(
     estimator: Estimator, load: Workload, attention: str = "sdpa", dtype_bytes: int = 2, transformers: str = RECORDED
 ) -> Operators:  # fmt: skip
-    """The operators of one step of HF's eager model: bytes of each, and what the host dispatches beside kernels.
+    """The operators of one step of HF's eager model: bytes of each, and what the host dispatches besides kernels.
 
     `attention` is HF's attn_implementation; `dtype_bytes` the size of the model's floating dtype; `transformers` the
     version whose code runs.
@@ -165,7 +165,7 @@ class _Reader:
         self.masks = list_masks(transformers)
         self.notes: dict[str, None] = {}
         self.stand_in: StandIn | None = None  # whose operators the modules of a model that was not recorded borrow
-        self.rows: dict[tuple[str, str, str, str, int, int, bool], int] = {}  # an operator without its count
+        self.rows: dict[tuple[str, str, PassDirection, str, int, int, bool], int] = {}  # an operator without its count
         self.saved: dict[tuple[str, str, int, bool], int] = {}
         self.features = list_features(estimator, load)
         self.calls = load.seq if load.phase == "decode" else 1
@@ -223,7 +223,7 @@ class _Reader:
         for (signature, where, state, chain), count in alike.items():
             self._read_part(stage.path, chain, signature, where, state, count, is_again)
 
-    def _find_part(self, phase: str, table: str, path: str, signature: str, where: str) -> Any:
+    def _find_part(self, phase: RecordedPhase, table: str, path: str, signature: str, where: str) -> Any:
         """A recorded part, the nearest one where this one was not recorded."""
         flags = " images" if self.has_images else ""
         masked = " masked" if self.attention == "sdpa" and self._is_masked else ""
@@ -326,7 +326,7 @@ class _Reader:
         if is_again and state.flows:
             self._add_table([row for row in ahead if row[0] == "f"], scope, module, group, count, True)
 
-    def _find_experts(self, phase: str) -> list[Any]:
+    def _find_experts(self, phase: RecordedPhase) -> list[Any]:
         """The operators of recorded experts."""
         data = load_file(EXPERTS.name)
         if data is None:
@@ -419,7 +419,7 @@ class _Reader:
         return found if best > 0 else "language"
 
     def _add_adapters(self, path: str, chain: Chain | None, state: LayerState, count: int, is_again: bool) -> None:
-        """What PEFT's LoRA adds to a linear module, beside the base layer whose weight is frozen."""
+        """What PEFT's LoRA adds to a linear module with a frozen base layer."""
         ops = {op.name.removeprefix("/"): op for op in iterate(chain)} if chain is not None else {}
         if chain is None:
             for stage in self.estimator.stages:
@@ -452,7 +452,14 @@ class _Reader:
                 self.saved[key] = self.saved.get(key, 0) + count
 
     def _add_rows(
-        self, number: int, direction: str, scope: Scope, module: str, group: str, count: int, is_again: bool = False
+        self,
+        number: int,
+        direction: Literal["f", "b"],
+        scope: Scope,
+        module: str,
+        group: str,
+        count: int,
+        is_again: bool = False,
     ) -> None:
         table = [row for row in self.data["blocks"][number] if row[0] == direction]
         self._add_table(table, scope, module, group, count, is_again)
@@ -470,7 +477,7 @@ class _Reader:
             except MissingSizeError as error:
                 self._note(f"{module}{_MISSING} {error}, so its {kind} operators count no bytes")
                 moved = [0, 0]
-            way = "forward" if letter == "f" else "backward"
+            way: PassDirection = "forward" if letter == "f" else "backward"
             key = (module.replace("#", "*"), group, way, kind, moved[0], moved[1], is_again)
             self.rows[key] = self.rows.get(key, 0) + calls * count * self.calls
 

@@ -33,7 +33,7 @@ _BYTES = {"f": 4, "l": 8, "i": 4, "o": 1, "n": 1}
 
 
 def sign(chain: Chain) -> str:
-    """What kind of layer a chain is: its ops by name, with what changes the operators behind them."""
+    """What kind of layer a chain is: its ops by name, with what changes their operators."""
     return " ".join(dict.fromkeys(_sign_op(op) for op in iterate(chain)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flopcalc.base.units import format_seconds
-from flopcalc.base.vocabulary import Execution, Kernel
+from flopcalc.base.vocabulary import Direction, Execution, Kernel
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time, sum_dtypes
 from flopcalc.core.model.ops import Attend
@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
     module: str
     kind: str  # product, attention
-    direction: str  # forward, dgrad, wgrad; attention: forward, backward
+    direction: Direction  # forward, dgrad, wgrad; attention: forward, backward
     shape: str
     calls: float  # in the whole step
     flops: float

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from flopcalc.base.vocabulary import ProductDirection
 from flopcalc.core.count.products import Block, Product, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, iterate, join
 
 
-def find_owed(product: Product) -> tuple[str, ...]:
+def find_owed(product: Product) -> tuple[ProductDirection, ...]:
     """The gradients that a product's backward computes: of its input, of its weight."""
-    owed = (("dgrad", product.passes.input_gradient), ("wgrad", product.passes.weight_gradient))
-    return tuple(name for name, times in owed if times)
+    owed: dict[ProductDirection, int]
+    owed = {"dgrad": product.passes.input_gradient, "wgrad": product.passes.weight_gradient}
+    return tuple(name for name, times in owed.items() if times)
 
 
 def find_trained_rank(row: Row) -> int:

@@ -51,7 +51,7 @@ __all__ = ["Prediction", "StepTime", "find_largest_batch", "predict_estimate"]
 _COUNTING = ("kernel ", "tile padding ")  # an estimate's notes on how HFU's FLOPs were counted, not on the workload
 
 
-# HF's generate beside the forward passes that are timed: how many times longer a token takes, and how long cuDNN takes
+# HF's generate besides the forward passes that are timed: how many times longer a token takes, and how long cuDNN takes
 # to build the plan of a length that it meets first. Four models on an H200: 1.3 to 1.5 times, 45 to 74 ms
 # (benchmarks/results/decode_steps.json, blind_decode.json).
 _GENERATE, _NEW_LENGTH_S = 1.4, 0.06
@@ -90,7 +90,7 @@ class Prediction(NamedTuple):
     workload: str = ""  # in words
     capacity: int | None = None  # bytes that tensors can fill; None as for `fits`
     events: tuple[Event, ...] = ()  # what host and device do, if it was asked for
-    # Decoding in eager code: seconds of a token, and of a new length beside it.
+    # Decoding in eager code: seconds of a token, and in addition of a new length.
     generate: dict[str, float] | None = None
     gpus: int = 1  # that run such a step each; tokens per second are of all of them
     global_batch: int = 0  # sequences of a step, on all GPUs
@@ -243,7 +243,7 @@ def find_largest_batch(
 
 
 class _Settings(NamedTuple):
-    """How a step runs, beside what it computes."""
+    """How a step runs, not what it computes."""
 
     machine: Machine
     optimizer: Optimizer

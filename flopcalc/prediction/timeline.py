@@ -15,7 +15,7 @@ _ROUNDS = 3  # steps until they are alike
 
 
 class Stack(NamedTuple):
-    """A stage of a model: a stack of layers, or a module beside them."""
+    """A stage of a model: a stack of layers, or a module next to them."""
 
     path: str
     layers: int  # 0: no stack
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 def find_place(module: str, group: str, stacks: Sequence[Stack]) -> tuple[float, float]:
-    """Where a module stands in the order of a forward pass: its stage, a half less for what is before it; in its layer.
+    """Where a module is in the order of a forward pass: its stage, a half less for what is before it; in its layer.
 
     A module around stacks (model) comes before the first of them, around towers and language before the language.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from flopcalc.base.vocabulary import CallKernel, CallMask, Execution
+from flopcalc.base.vocabulary import CallKernel, CallMask, Direction, Execution, PassDirection, ProductDirection
 from flopcalc.hardware.routing import EVEN, Routing
 from flopcalc.prediction.timeline import Stack
 
@@ -20,7 +20,7 @@ class Product(NamedTuple):
     module: str  # its path, layers folded: model.layers.*.mlp.up_proj
     group: str  # vision, projector, language, …: as in an Estimate
     part: str  # mlp, attention_projections, lm_head, …
-    direction: str  # forward, dgrad, wgrad; m, n, k are the layer's in all three, as in table gemm
+    direction: ProductDirection  # forward, dgrad, wgrad; m, n, k are the layer's in all three, as in table gemm
     m: int
     n: int
     k: int
@@ -47,7 +47,7 @@ class Attention(NamedTuple):
 
     module: str
     group: str
-    direction: str  # forward, backward
+    direction: PassDirection  # forward, backward
     mask: CallMask  # causal, full, window, decode
     batch: int  # sequences in one call
     heads: int
@@ -74,7 +74,7 @@ class MemoryCall(NamedTuple):
 
     module: str
     group: str
-    direction: str  # forward, backward, optimizer
+    direction: Direction  # forward, backward, optimizer
     kind: str  # class of operator: pointwise, reduce, norm, softmax, copy, gather, …; an optimizer's name
     reads: float  # bytes of one call
     writes: float

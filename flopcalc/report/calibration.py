@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.text_table import format_grid, wrap
-from flopcalc.hardware.tables import Table
+from flopcalc.hardware.tables import MeasuredTable
 
 
 def format_tables(shown: Sequence[Mapping[str, Any]]) -> str:
@@ -19,13 +19,13 @@ def format_tables(shown: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def format_table(found: Table) -> str:
+def format_table(measured: MeasuredTable) -> str:
     """One table, with where it was measured and which rows failed."""
-    about = found.provenance
+    about = measured.provenance
     words = f"{about.get('device')}, torch {about.get('torch')}, suite {about.get('suite')}, {about.get('date')}"
-    lines = wrap(f"{found.path}: {words}", rest="  ")
-    lines.append(format_grid(list(found.columns), [["-" if v is None else v for v in row] for row in found.rows]))
-    for failure in found.failures:
+    lines = wrap(f"{measured.path}: {words}", rest="  ")
+    lines.append(format_grid(list(measured.columns), [["-" if v is None else v for v in row] for row in measured.rows]))
+    for failure in measured.failures:
         lines += wrap(f"failed: {failure.get('row')}: {failure.get('reason')}: {failure.get('detail')}", rest="  ")
     return "\n".join(lines)
 

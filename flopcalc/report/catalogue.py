@@ -97,14 +97,14 @@ def _format_facts(title: str, facts: Mapping[str, str]) -> str:
     return "\n".join([title, *(format_text(text, label.ljust(width), " " * width) for label, text in shown.items())])
 
 
-def format_coverage(found: Coverage, registries: Sequence[Registry], launched: Sequence[LaunchIds]) -> str:
+def format_coverage(coverage: Coverage, registries: Sequence[Registry], launched: Sequence[LaunchIds]) -> str:
     """Model types with a spec and without one, then registries and the ids of launch files."""
-    title = f"{found.release}: model types with a spec, of those in its auto mappings ({spell('json')} lists them)"
+    title = f"{coverage.release}: model types with a spec, of those in its auto mappings ({spell('json')} lists them)"
     lines = [format_text(title)]
-    rows = [[mapping.auto_class, mapping.supported, len(mapping.entries)] for mapping in found.mappings]
+    rows = [[mapping.auto_class, mapping.supported, len(mapping.entries)] for mapping in coverage.mappings]
     lines.append(format_grid(["mapping", "with a spec", "types"], rows))
     missing: dict[tuple[str, str], str] = {}
-    for mapping in found.mappings:
+    for mapping in coverage.mappings:
         for entry in mapping.entries:
             if entry.spec is None:
                 missing[(entry.model_type, entry.architecture)] = entry.reason or "not written yet"

@@ -20,7 +20,7 @@ class Column(NamedTuple):
     estimate: Estimate
     mfu: Utilization | None
     hfu: Utilization | None
-    notes: list[str]  # beside the estimate's own
+    notes: list[str]  # besides the estimate's own
 
     def to_dict(self) -> dict[str, Any]:
         shown = {"label": self.label, **self.estimate.to_dict(1)}

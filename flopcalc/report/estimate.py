@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from flopcalc.base.text_table import format_grid, wrap
 from flopcalc.base.units import format_bytes, format_count, format_flops, format_parameters, format_rate
-from flopcalc.base.vocabulary import CONVENTIONS
+from flopcalc.base.vocabulary import CONVENTIONS, By
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
@@ -28,7 +28,7 @@ _PARTS = ("forward", "backward", "recompute", "clipping")
 
 def format_csv(
     estimate: Estimate,
-    by: str,
+    by: By,
     depth: int | None,
     *,
     mfu: Utilization | None = None,
@@ -64,7 +64,7 @@ def format_lines(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> st
 def format_estimate(
     estimate: Estimate,
     *,
-    by: str = "component",
+    by: By = "component",
     depth: int | None = None,
     style: str = "simple",
     shares: Sequence[tuple[str, Utilization]] = (),
@@ -91,9 +91,9 @@ def format_estimate(
     shown = ", ".join(f"{format_parameters(value)} {key}" for key, value in parameters.items())
     facts.append(("parameters", shown))
     facts.append(("weights", _describe_weights(estimate)))
-    visual = sum(each.count_visual_tokens(other) * many for each, other, many in estimate.terms)
+    visual = sum(estimator.count_visual_tokens(other) * times for estimator, other, times in estimate.terms)
     if visual:
-        images = sum(len(other.all_grids) * many for _, other, many in estimate.terms)
+        images = sum(len(other.all_grids) * times for _, other, times in estimate.terms)
         facts.append(("visual tokens", f"{visual:,} from {images} image{'s' if images > 1 else ''} or video"))
     for label, share in shares:
         if share.value is not None:

@@ -21,11 +21,11 @@ from flopcalc.core.workload.sums import Sum
 
 def explain_rows(estimate: Estimate, pattern: str) -> list[dict[str, Any]]:
     """Every operation that matches a pattern, explained; an error that lists them if none does."""
-    found = find_rows(estimate, pattern)
-    if not found:
+    entries = find_rows(estimate, pattern)
+    if not entries:
         paths = [row.path for row in estimate.by_module() if row.forward or row.clipping]
         raise WorkloadError(f"{spell('op')} {pattern!r} matches no operation; there are {', '.join(paths)}")
-    return [explain_row(estimate, entry) for entry in found]
+    return [explain_row(estimate, entry) for entry in entries]
 
 
 def format_explanation(convention: Convention, shown: Sequence[Mapping[str, Any]]) -> str:
@@ -48,7 +48,7 @@ def _wrap_line(line: str) -> list[str]:
     return [*wrap(formula, "  ", " " * 13), *wrap(f"= {result}", " " * 11, " " * 13)]
 
 
-class Explained(NamedTuple):
+class ExplainedRow(NamedTuple):
     """The products of a module that run over the same sum; layers that count alike are one entry."""
 
     path: str
@@ -69,7 +69,7 @@ class Explained(NamedTuple):
         return next((product for product in self.products if product.role == role), None)
 
 
-def find_rows(estimate: Estimate, pattern: str) -> list[Explained]:
+def find_rows(estimate: Estimate, pattern: str) -> list[ExplainedRow]:
     """What matches a pattern, by module and sum."""
     regex = re.compile(translate(pattern))
     estimator, load, times = estimate.terms[0]
@@ -86,10 +86,10 @@ def find_rows(estimate: Estimate, pattern: str) -> list[Explained]:
         for (_, value), products in sums.items():
             key = (path, row, tuple(products), value * times)
             layers[key] = layers.get(key, 0) + block.copies
-    return [Explained(path, many, row, products, value) for (path, row, products, value), many in layers.items()]
+    return [ExplainedRow(path, many, row, products, value) for (path, row, products, value), many in layers.items()]
 
 
-def explain_row(estimate: Estimate, entry: Explained) -> dict[str, Any]:
+def explain_row(estimate: Estimate, entry: ExplainedRow) -> dict[str, Any]:
     """One operation: its formula in words, then in numbers, per direction."""
     op, value = entry.row.op, entry.value
     is_train = estimate.terms[0].load.phase == "train"
@@ -159,12 +159,12 @@ _CLIPPING: dict[Role, str] = {
 }
 
 
-def _name_backward(entry: Explained) -> str:
+def _name_backward(entry: ExplainedRow) -> str:
     names = {"attend": "in blocks of its own = ", "product": "FLOPs of its gradients × rows = "}
     return names.get(entry.row.op.kind, "gradient of the folded weight = ")
 
 
-def _formula(entry: Explained) -> tuple[str, str]:
+def _formula(entry: ExplainedRow) -> tuple[str, str]:
     """The forward FLOPs per unit of the sum and `times`: in words, and with the numbers filled in."""
     op = entry.row.op
     if isinstance(op, Attend):

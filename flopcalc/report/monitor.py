@@ -14,7 +14,7 @@ from flopcalc.report.labels import METRICS, SHARES
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MOST_EVENTS = 20
-_AROUND_CURVE = 28  # characters before and behind a curve, as "100.00 % to 100.00 %"
+_AROUND_CURVE = 28  # characters before and after a curve, as "100.00 % to 100.00 %"
 _ALWAYS = ("mfu", "tokens_per_second", "step_time_s")
 
 

@@ -9,22 +9,22 @@ from flopcalc.base.units import format_bytes, format_parameters, format_seconds,
 from flopcalc.planning.results import Plan
 
 
-def format_plan(found: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """The readable report of a Plan."""
-    step = f"{found.global_batch:,} × {found.seq:,} tokens a step"
-    joined = f", {found.interconnect.id}" if found.gpus > 1 else ""
+    step = f"{plan.global_batch:,} × {plan.seq:,} tokens a step"
+    joined = f", {plan.interconnect.id}" if plan.gpus > 1 else ""
     lines = [
         *wrap(
-            f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus:,} × "
-            f"{found.device.name}{joined}",
+            f"{plan.model} ({format_parameters(plan.parameters)} parameters) on {plan.gpus:,} × "
+            f"{plan.device.name}{joined}",
             rest="  ",
         ),
-        *wrap(f"{format_tokens(found.tokens)}, {step}, {found.dtype}, execution {found.execution}", rest="  "),
+        *wrap(f"{format_tokens(plan.tokens)}, {step}, {plan.dtype}, execution {plan.execution}", rest="  "),
         "",
     ]
     headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "days", "GPU-hours", "MWh", "k USD"]
     rows = []
-    for entry in found.best:
+    for entry in plan.best:
         times = entry.step
         rows.append(
             [
@@ -41,7 +41,7 @@ def format_plan(found: Plan) -> str:
             ]
         )
     lines += [format_grid(headers, rows, keys=1), ""]
-    best = found.best[0]
+    best = plan.best[0]
     parts = sorted(best.to_dict()["breakdown"].items(), key=lambda part: -part[1])
     shares = ", ".join(
         f"{name.replace('_', ' ')} {part / best.step.seconds:.0%}"
@@ -49,19 +49,19 @@ def format_plan(found: Plan) -> str:
         if part > 0.005 * best.step.seconds
     )
     lines += _wrap("time goes", f"(first layout) {shares}")
-    lines += _wrap("searched", f"{found.layouts:,} layouts are valid, {found.fitting:,} fit in memory")
-    for loser in found.losers:
+    lines += _wrap("searched", f"{plan.layouts:,} layouts are valid, {plan.fitting:,} fit in memory")
+    for loser in plan.losers:
         lines += _wrap(f"lost: {loser.reason}", f"{loser.layouts:,}; nearest {loser.nearest.layout}: {loser.text}")
-    if found.helps:
-        lines += _wrap("helps most", found.helps)
-    for note in found.notes:
+    if plan.helps:
+        lines += _wrap("helps most", plan.helps)
+    for note in plan.notes:
         lines += _wrap("note", note)
     return "\n".join(lines)
 
 
-def make_cells(found: Plan) -> dict[str, str | None]:
+def make_cells(plan: Plan) -> dict[str, str | None]:
     """A row of a table of plans."""
-    best = found.best[0]
+    best = plan.best[0]
     return {
         "best layout": str(best.layout),
         "step": format_seconds(best.step.seconds),
@@ -73,7 +73,7 @@ def make_cells(found: Plan) -> dict[str, str | None]:
 
 
 def shorten(value: float) -> str:
-    """A number with one digit behind the point while there are few before it; small ones with two that count."""
+    """A number with one digit after the point while there are few before it; small ones with two significant digits."""
     if value >= 1:
         return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
     return f"{Decimal(f'{value:.2g}'):f}"  # never 1.2e-05

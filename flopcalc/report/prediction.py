@@ -17,7 +17,7 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 
 def format_prediction(
-    found: Prediction,
+    prediction: Prediction,
     notes: Sequence[str],
     count: int,
     memory_device: str | None = None,
@@ -30,30 +30,34 @@ def format_prediction(
     With `memory_device` it shows what fills that device's memory: `kept` is bytes of activations with and without
     recomputation, `largest` the largest batch that fits.
     """
-    seconds = found.step_time_s
+    seconds = prediction.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
-    shares = f"{_percent(found.mfu)}   HFU {_percent(found.hfu)}   {format_rate(found.tokens_per_s)} tokens/s"
+    shares = (
+        f"{_percent(prediction.mfu)}   HFU {_percent(prediction.hfu)}   {format_rate(prediction.tokens_per_s)} tokens/s"
+    )
     times = [
         [TIME_KINDS[name], format_seconds(value), _percent(value / seconds.mid)]
-        for name, value in found.breakdown.items()
+        for name, value in prediction.breakdown.items()
         if value >= _LEAST * seconds.mid
     ]
-    total = sum(found.modules.values())
-    modules = [[name, format_seconds(value), _percent(value / total)] for name, value in found.modules.items()]
-    rest = sum(list(found.modules.values())[count:])
+    total = sum(prediction.modules.values())
+    modules = [[name, format_seconds(value), _percent(value / total)] for name, value in prediction.modules.items()]
+    rest = sum(list(prediction.modules.values())[count:])
     modules = modules[:count] + ([["all others", format_seconds(rest), _percent(rest / total)]] if rest else [])
     lines = [
-        *wrap(f"{format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}", "step      ", " " * 10),
-        f"execution {found.execution}",
+        *wrap(
+            f"{format_seconds(seconds.mid)}   ({interval})   bound by the {prediction.bound}", "step      ", " " * 10
+        ),
+        f"execution {prediction.execution}",
         *wrap(shares, "MFU       ", " " * 10),
-        *wrap(str(found.floors), "floors    ", " " * 10),
+        *wrap(str(prediction.floors), "floors    ", " " * 10),
         "",
         format_grid(["where the time goes", "time", "share"], times, keys=1),
         "",
         format_grid(["module, on the device", "time", "share"], modules, keys=1),
     ]
-    if memory_device is not None and found.memory is not None:
-        lines += ["", format_memory(found.memory, memory_device)]
+    if memory_device is not None and prediction.memory is not None:
+        lines += ["", format_memory(prediction.memory, memory_device)]
         if kept is not None:
             none, full = (format_bytes(kept[word]) for word in ("none", "full"))
             lines += wrap(
@@ -61,22 +65,22 @@ def format_prediction(
             )
         if largest is not None:
             lines.append(f"largest batch that fits: {largest or 'none'}")
-        notes = [*notes, *(f"memory: {note}" for note in found.memory.notes if note not in notes)]
-    lines += ["", format_text(f"helps most: {found.advice}", "", "  ")]
+        notes = [*notes, *(f"memory: {note}" for note in prediction.memory.notes if note not in notes)]
+    lines += ["", format_text(f"helps most: {prediction.advice}", "", "  ")]
     lines += [format_text(f"note: {note}", "", "  ") for note in notes]
     return "\n".join(lines)
 
 
-def make_cells(found: Prediction, largest: int | None) -> dict[str, str | None]:
+def make_cells(prediction: Prediction, largest: int | None) -> dict[str, str | None]:
     """A row of a table of predictions."""
-    fit = "too much: " if found.fits is False else ""
+    fit = "too much: " if prediction.fits is False else ""
     return {
-        "step": format_seconds(found.step_time_s.mid),
-        "bound": found.bound,
-        "MFU": _percent(found.mfu),
-        "tokens/s": format_rate(found.tokens_per_s),
-        "at most": format_rate(found.floors.tokens_per_s) if found.floors else None,
-        "memory": None if found.memory is None else f"{fit}{format_bytes(found.memory.peak)}",
+        "step": format_seconds(prediction.step_time_s.mid),
+        "bound": prediction.bound,
+        "MFU": _percent(prediction.mfu),
+        "tokens/s": format_rate(prediction.tokens_per_s),
+        "at most": format_rate(prediction.floors.tokens_per_s) if prediction.floors else None,
+        "memory": None if prediction.memory is None else f"{fit}{format_bytes(prediction.memory.peak)}",
         "max batch": None if largest is None else str(largest),
     }
 
@@ -92,12 +96,12 @@ def format_memory(memory: Memory, device: str | Device | None = None) -> str:
             lines.append(f"{kind.replace('_', ' '):12}  {format_bytes(most):>12}  {shown:>12}  {share:>7}")
     lines += wrap(f"in {MOMENTS[memory.moment]}", f"{'peak':12}  {'':12}  {format_bytes(memory.peak):>12}  ", " " * 12)
     if device is not None:
-        found = find_device(device) if isinstance(device, str) else device
-        if found.memory_gb is None:
-            return "\n".join([*lines, *wrap(f"{found.name}: its memory is not known, so nor is whether this fits")])
-        capacity = find_capacity(found)
+        known = find_device(device) if isinstance(device, str) else device
+        if known.memory_gb is None:
+            return "\n".join([*lines, *wrap(f"{known.name}: its memory is not known, so nor is whether this fits")])
+        capacity = find_capacity(known)
         words = "fits" if memory.peak <= capacity else f"too much by {format_bytes(memory.peak - capacity)}"
-        fit = f"{found.name}: {words}; {format_bytes(capacity)} for tensors, {found.memory_gb:g} GB in all"
+        fit = f"{known.name}: {words}; {format_bytes(capacity)} for tensors, {known.memory_gb:g} GB in all"
         lines += wrap(fit, "", "  ")
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from flopcalc.base.units import check_positive, format_tokens, parse_share
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.binding import bind_config, read_recipe
 from flopcalc.core.estimate.estimate import Estimate, Estimator
-from flopcalc.core.estimate.estimator import Samples
+from flopcalc.core.estimate.estimator import SamplingEstimator
 from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe
@@ -21,7 +21,7 @@ from flopcalc.setup.setup import Setup, Work
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.run import Run
-    from flopcalc.core.estimate.traced import Traced, TracedEstimator
+    from flopcalc.core.estimate.traced import TracedEstimator, TracedModel
     from flopcalc.core.estimate.utilization import Utilization
 
 # What a trace cannot answer; convention full is what it counts.
@@ -31,16 +31,16 @@ _UNTRACED = (
 )  # fmt: skip
 
 
-Tracer: TypeAlias = "Callable[[Source, Recipe, str, bool, str], Traced]"
+Tracer: TypeAlias = "Callable[[Source, Recipe, str, bool, str], TracedModel]"
 
 
-def refuse_trace(*_: object) -> Traced:
+def refuse_trace(*_: object) -> TracedModel:
     """Where no code can be run, as on the page."""
     raise FlopcalcError(f"{spell('trace')} runs HF's code, which cannot be done here")
 
 
-class Counted(NamedTuple):
-    """An Estimate, and notes on what was assumed beside the estimate's own."""
+class SetupEstimate(NamedTuple):
+    """An Estimate, and notes on what was assumed, besides the estimate's own."""
 
     estimate: Estimate
     notes: list[str]
@@ -50,13 +50,13 @@ class Counted(NamedTuple):
         return list(dict.fromkeys([*self.estimate.notes, *self.notes]))
 
 
-def count_setup(setup: Setup, convention: Convention | None = None, tracer: Tracer = refuse_trace) -> Counted:
+def count_setup(setup: Setup, convention: Convention | None = None, tracer: Tracer = refuse_trace) -> SetupEstimate:
     """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code for a trace."""
     notes = list(setup.notes)
     return count_bound(setup, bind_setup(setup, convention, notes, tracer), notes)
 
 
-def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> Counted:
+def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> SetupEstimate:
     """The same of a model that is bound already; `notes` grow by what the workload assumes."""
     estimate, times = _count_micro_batch(setup, estimator, notes), 1
     work, place = setup.work, setup.place
@@ -73,7 +73,7 @@ def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> Counted
     estimate = estimate * times if times > 1 else estimate
     if setup.command not in ("plan", "predict") and place.count > 1:
         estimate = estimate.spread(place.count, place.replicas)
-    return Counted(estimate, notes)
+    return SetupEstimate(estimate, notes)
 
 
 def bind_setup(
@@ -154,8 +154,8 @@ def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> 
         phase = check_word(work.inputs.phase, PHASES, "phase", WorkloadError)
         return estimator.estimate_batch(work.real_batch, phase=phase, logits=work.inputs.logits)
     inputs = work.inputs
-    if isinstance(estimator, Samples):
-        from flopcalc.core.estimate.pipeline import read_inputs  # of diffusion models alone: start-up is counted
+    if isinstance(estimator, SamplingEstimator):
+        from flopcalc.core.estimate.pipeline import read_inputs  # imported lazily: only diffusion models need it
 
         return estimator.ask(read_inputs(estimator, inputs))
     load, found = make_load(estimator, inputs)
@@ -207,7 +207,7 @@ def find_sequences(asked: int | str | tuple[int, str], length: int) -> int:
     return sequences
 
 
-def find_shares(counted: Counted, setup: Setup) -> tuple[Utilization | None, Utilization | None, list[str]]:
+def find_shares(counted: SetupEstimate, setup: Setup) -> tuple[Utilization | None, Utilization | None, list[str]]:
     """MFU and HFU where a time is given, and more notes; without one, the least time that the peak allows."""
     place, estimate, said = setup.place, counted.estimate, counted.all_notes
     where: dict[str, Any] = {"device": place.device, "dtype": None, "peak": place.peak}

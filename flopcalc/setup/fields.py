@@ -31,7 +31,7 @@ from flopcalc.base.vocabulary import (
 if TYPE_CHECKING:
     from flopcalc.core.recipe.recipe import Lora, Recipe
 else:
-    Lora = Recipe = Any  # type checkers read them; start-up is counted
+    Lora = Recipe = Any  # only type checkers read them
 
 Command = Literal["estimate", "compare", "explain", "translate", "predict", "plan", "bind", "crosscheck"]
 COMMANDS: tuple[Command, ...] = get_args(Command)

@@ -1,4 +1,4 @@
-"""The frozen Setup: one question as typed values, whichever door it came through."""
+"""The frozen Setup: one question as typed values, from Python, the command line, a launch file or the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIZES = (
     "batch", "seq", "text", "lengths", "decoder_seq", "image", "image_grid", "video", "video_grid", "audio", "clips",
     "max_pixels", "phase", "context", "logits", "sampling_steps", "guidance", "parts",
 )  # fmt: skip
-# What is printed beside an estimate, and no part of it.
+# What is printed with an estimate, and no part of it.
 BESIDE = ("step_time", "tokens_per_second", "tokens", "mfu")
 _REFUSED = {
     ("predict", "clipping"): "per-sample clipping is counted, not predicted",

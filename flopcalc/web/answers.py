@@ -11,7 +11,7 @@ from flopcalc.base.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.base.files import format_json, parse_json
 from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.base.vocabulary import CONVENTIONS
-from flopcalc.setup.counting import Counted, find_shares
+from flopcalc.setup.counting import SetupEstimate, find_shares
 from flopcalc.setup.setup import Setup
 from flopcalc.web.setups import Page, count_page, make_page_setup, read_page, write_lines
 
@@ -82,7 +82,7 @@ def _answer_flops(page: Page) -> Answer:
     }
 
 
-def _describe(setup: Setup, counted: Counted) -> Answer:
+def _describe(setup: Setup, counted: SetupEstimate) -> Answer:
     """What `flopcalc estimate --json` prints."""
     shown = counted.estimate.to_dict()
     mfu, hfu, notes = find_shares(counted, setup)
@@ -115,7 +115,7 @@ def _answer_explain(page: Page, op: str) -> Answer:
 
 def _answer_conventions(page: Page) -> Answer:
     """Components under the three conventions, and totals under those that people quote."""
-    from flopcalc.core.estimate.quoted import load_quoted
+    from flopcalc.core.estimate.published_conventions import load_quoted
 
     _, counted = count_page(page)
     parts: dict[str, dict[str, int]] = {}
@@ -161,7 +161,7 @@ def _answer_translate(page: Page) -> Answer:
     }
 
 
-def _count_step(page: Page) -> tuple[Setup, Counted, dict[str, Any]]:
+def _count_step(page: Page) -> tuple[Setup, SetupEstimate, dict[str, Any]]:
     """A step on the chosen device, and how it runs."""
     from flopcalc.api import list_step_options
 
@@ -243,7 +243,7 @@ def _answer_roofline(page: Page) -> Answer:
 
 
 def _answer_plan(page: Page, progress: Progress | None) -> Answer:
-    """The layouts of a training run, as `flopcalc plan`; `progress` hears how many are timed."""
+    """The layouts of a training run, as `flopcalc plan`; `progress` is called with how many are timed."""
     from flopcalc.planning.plan import plan_setup
 
     setup = make_page_setup(page, "plan")

@@ -19,7 +19,7 @@ from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.number_formats import load_computed
 from flopcalc.base.units import format_flops
 from flopcalc.base.vocabulary import DTYPES, RECOMPUTE
-from flopcalc.core.estimate.quoted import load_quoted
+from flopcalc.core.estimate.published_conventions import load_quoted
 from flopcalc.core.recipe.formats import load_stored
 from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import load_interconnects
@@ -29,7 +29,7 @@ from flopcalc.web.packages import find_package, is_locked, load_lock
 from flopcalc.web.setups import describe_form
 
 STATIC = os.path.join(os.path.dirname(os.path.abspath(__file__)), "static")
-DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}  # the question whose answer stands in the page from the start
+DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}  # the question whose answer the page shows at the start
 HUB = "https://huggingface.co"  # the one other host that the page may ask, and only after a click
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; style-src 'self'; "

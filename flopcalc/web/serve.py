@@ -29,7 +29,7 @@ class _Handler(SimpleHTTPRequestHandler):
         self.send_header("Cache-Control", "no-cache")  # asked again each time: a new build is seen at once
         super().end_headers()
 
-    def list_directory(self, path: object) -> None:  # noqa: ARG002  # the base class says what is handed over
+    def list_directory(self, path: object) -> None:  # noqa: ARG002  # the base class defines the arguments
         self.send_error(404)
 
     def log_message(self, format: str, *args: object) -> None:

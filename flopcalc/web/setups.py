@@ -14,7 +14,7 @@ from flopcalc.base.spelling import KEYWORDS, spell_option
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimator import Estimator
 from flopcalc.core.model.config import Source, load_config
-from flopcalc.setup.counting import Counted, bind_setup, count_bound
+from flopcalc.setup.counting import SetupEstimate, bind_setup, count_bound
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, list_fields
 from flopcalc.setup.setup import BESIDE, Setup, make_setup
 
@@ -151,7 +151,7 @@ def make_page_setup(page: Page, command: Command) -> Setup:
 
 def count_page(
     page: Page, command: Command = "estimate", convention: Convention | None = None
-) -> tuple[Setup, Counted]:
+) -> tuple[Setup, SetupEstimate]:
     """What a view counts; the last few bound models are kept, so that a slider asks one that is already bound."""
     setup = make_page_setup(page, command)
     notes: list[str] = []
@@ -174,7 +174,7 @@ def load_model(page: Page) -> Source:
         if _HUB_ID.fullmatch(page.model) is None and ("/" in page.model or page.model.endswith(".json")):
             raise ConfigError(f"{page.model[:200]!r}: no preset; drop its config.json, or ask the hub")
         return load_config(page.model, model_type=model_type)
-    from tempfile import TemporaryDirectory  # few set-ups bring files, and start-up is counted
+    from tempfile import TemporaryDirectory  # imported lazily: few set-ups bring files
 
     with TemporaryDirectory() as folder:
         for name, text in page.files:

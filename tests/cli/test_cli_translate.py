@@ -14,7 +14,7 @@ import flopcalc
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli import main
 from flopcalc.cli.translate import translate
-from flopcalc.core.estimate.quoted import load_quoted
+from flopcalc.core.estimate.published_conventions import load_quoted
 
 NAMES = list(load_quoted().conventions)
 MODEL = ("--model", "llama-3.1-8b", "--seq", "4096")

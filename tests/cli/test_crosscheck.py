@@ -75,11 +75,11 @@ def test_one_product_and_a_gauge(
 ) -> None:
     from flopcalc.measure.counters import ncu, witness
 
-    counted = ncu.Profiled((ncu.Kernel("gemm", {ncu.DEFAULT_COUNTERS[0]: 48.0}),), 1.5)
+    counted = ncu.KernelProfile((ncu.LaunchedKernel("gemm", {ncu.DEFAULT_COUNTERS[0]: 48.0}),), 1.5)
     monkeypatch.setattr(ncu, "measure_kernels", lambda _: counted)
     monkeypatch.setattr(witness, "_choose_product", lambda *_: ((2, 3, 4), "bf16"))
     monkeypatch.setattr(
-        witness, "gauge", lambda *_: witness.Witnessed("gpm", None, {}, {}, 0.4, "tensor cores active 50.0%")
+        witness, "gauge", lambda *_: witness.WitnessCount("gpm", None, {}, {}, 0.4, "tensor cores active 50.0%")
     )
     code, out, _ = run(capsys, "--model", config, "--seq", "8", "--device", "cpu")
     assert code == 0

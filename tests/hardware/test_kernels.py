@@ -8,13 +8,13 @@ import pytest
 
 from flopcalc.core.count.formulas import KernelShape
 from flopcalc.hardware.kernels import read_kernel_table
-from flopcalc.hardware.tables import SHAPES, Table
+from flopcalc.hardware.tables import SHAPES, MeasuredTable
 
 
-def make_table(rows: list[dict[str, Any]]) -> Table:
+def make_table(rows: list[dict[str, Any]]) -> MeasuredTable:
     columns = SHAPES["attention"].columns
     filled = [tuple(row.get(column) for column in columns) for row in rows]
-    return Table(
+    return MeasuredTable(
         "attention", "attention.json", {"device": "X", "date": "2026-11-15T00:00:00"}, columns, tuple(filled), ()
     )
 

@@ -13,7 +13,7 @@ from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload
-from flopcalc.measure.counters.flop_counter import Counted, count_flops
+from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from lab.denoisers import build_denoiser, make_denoiser_inputs
 
 _WIDE = {"num_attention_heads": 2, "attention_head_dim": 12}
@@ -167,7 +167,7 @@ def make_inputs(name: str, config: dict[str, Any], batch: int, text: int, grid: 
     return make_denoiser_inputs({"_class_name": name, **config}, batch, text, grid)
 
 
-def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> Counted:
+def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> OperatorCount:
     """What a counter sees of one forward pass, or of one with its backward pass; attention is plain products."""
     model.train(train)
 

@@ -19,7 +19,7 @@ from tiny import CONFIG, read_log
 
 from flopcalc import bind, estimate_flops
 from flopcalc.monitor import TrainingMonitor, training, values
-from flopcalc.monitor.device import Device
+from flopcalc.monitor.device import DeviceQueue
 
 PRESET = "llama-3.1-8b"
 LAST = values._WATCHED  # the last step whose mask and loss are copied at once
@@ -193,7 +193,7 @@ class Echo(torch.nn.Module):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     gpu = Gpu()
-    monkeypatch.setattr(training, "find_device", lambda: Device(gpu))
+    monkeypatch.setattr(training, "find_device", lambda: DeviceQueue(gpu))
     monkeypatch.setattr(TrainingMonitor, "_start_worker", lambda _: None)  # it works when a test says so
     yield gpu
     gpu.close()
@@ -489,7 +489,7 @@ def test_late_values_wait_for_the_next_mark(tmp_path: Path, clock: Clock, gpu: G
 
 def test_a_buffer_made_in_inference_mode_is_used_again_outside() -> None:
     gpu = Gpu()
-    device = Device(gpu)
+    device = DeviceQueue(gpu)
     with torch.inference_mode():
         held = device.fetch(torch.ones(3))
         gpu.run()
@@ -514,7 +514,7 @@ def test_pinned_memory_is_allocated_in_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int]
 ) -> None:
     gpu = Gpu()
-    device = Device(gpu)
+    device = DeviceQueue(gpu)
     copies = [device.fetch(torch.full(shape, number, dtype=dtype)) for number in range(3)]
     gpu.run()
     assert [copy.tolist() for copy in copies] == [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flopcalc.base.errors import FlopcalcError
-from flopcalc.monitor.log import Log, Run, load_log, plot, summarize
+from flopcalc.monitor.log import Log, LoggedRun, load_log, plot, summarize
 from flopcalc.report.monitor import sparkline
 
 START: dict[str, Any] = {
@@ -34,7 +34,9 @@ def test_runs_of_one_file(tmp_path: Path) -> None:
     event = {"type": "event", "message": "m", "global_step": 1, "time": 1.0}
     end = {"type": "end", "time": 2.0, "steps": 1}
     path = write(tmp_path / "a.jsonl", START, step(1), event, end, "\n", START, step(2))
-    assert load_log(path) == Log(str(path), [Run(START, [step(1)], [event], end), Run(START, [step(2)], [], None)], 0)
+    assert load_log(path) == Log(
+        str(path), [LoggedRun(START, [step(1)], [event], end), LoggedRun(START, [step(2)], [], None)], 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_profiler_without_a_live_model_or_an_analytic_count() -> None:
 
 def test_profiler_that_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention whose sizes are not recorded: no figure is better than a wrong one."""
-    monkeypatch.setattr(torch_profiler.Live, "stop", lambda self: (self.cancel(), (5, ("flash_attn::fwd",)))[1])
+    monkeypatch.setattr(torch_profiler.LiveProfiler, "stop", lambda self: (self.cancel(), (5, ("flash_attn::fwd",)))[1])
     model = build("llama")
     said = Said()
     source = make_source(Settings(mode="profiler"), model, said)
@@ -266,10 +266,10 @@ def test_profiler_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     said = Said()
     source = make_source(Settings(mode="profiler"), model, said)
     with monkeypatch.context() as patch:
-        patch.setattr(torch_profiler.Live, "start", fail)
+        patch.setattr(torch_profiler.LiveProfiler, "start", fail)
         measure(source, 1, TEXT, model, [make(model)])
     with monkeypatch.context() as patch:
-        patch.setattr(torch_profiler.Live, "stop", fail)
+        patch.setattr(torch_profiler.LiveProfiler, "stop", fail)
         measure(source, 500, TEXT, model, [make(model)])
     assert said == ["profiler: RuntimeError: kineto is broken; the estimate stands"]
     assert not torch.autograd._profiler_enabled()
@@ -289,7 +289,7 @@ def test_foreign_attention_is_unknown() -> None:
         def backward(_ctx: Any, grad: Any) -> Any:
             return grad * 2
 
-    live = torch_profiler.Live(torch.nn.Module())
+    live = torch_profiler.LiveProfiler(torch.nn.Module())
     live.start()
     FlashAttnFunc.apply(torch.ones(3, requires_grad=True)).sum().backward()
     assert "FlashAttnFunc" in live.stop()[1]
@@ -856,8 +856,8 @@ def test_hybrid_says_what_it_is_on(
 
     gpu.refusal = None if has_counters else cupti.CountersUnavailable("refused")
     gpu.answers = [1100]
-    monkeypatch.setattr(torch_profiler.Live, "start", (lambda _self: None) if has_profiler else refuse)
-    monkeypatch.setattr(torch_profiler.Live, "stop", lambda _self: (1000, ()))
+    monkeypatch.setattr(torch_profiler.LiveProfiler, "start", (lambda _self: None) if has_profiler else refuse)
+    monkeypatch.setattr(torch_profiler.LiveProfiler, "stop", lambda _self: (1000, ()))
     said = Said()
     source = make_source(Settings(mode="hybrid", **settings), OnGpu(), said)
     for step in (0, 1):
@@ -883,8 +883,8 @@ def test_hybrid_on_the_cpu_is_on_the_profiler() -> None:
 
 
 def test_hybrid_takes_the_profiler_when_a_range_ends_badly(gpu: type[FakeCounter], monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch_profiler.Live, "start", lambda _self: None)
-    monkeypatch.setattr(torch_profiler.Live, "stop", lambda _self: (1000, ()))
+    monkeypatch.setattr(torch_profiler.LiveProfiler, "start", lambda _self: None)
+    monkeypatch.setattr(torch_profiler.LiveProfiler, "stop", lambda _self: (1000, ()))
     gpu.answers = [cupti.CountersUnavailable("did not fit")]
     said = Said()
     source = make_source(Settings(mode="hybrid"), OnGpu(), said)

@@ -286,7 +286,7 @@ def test_profiler_under_another_profiler() -> None:
 
 
 def test_profiler_that_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_profiler.Live, "stop", lambda self: (self.cancel(), (5, ("flash_attn::fwd",)))[1])
+    monkeypatch.setattr(torch_profiler.LiveProfiler, "stop", lambda self: (self.cancel(), (5, ("flash_attn::fwd",)))[1])
     with pytest.warns(RuntimeWarning, match="flash_attn::fwd"):
         assert math.isnan(calculate_mfu_with_profiler(build(), 2, 24, 0.5, peak=1e12))
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ranks import DEADLINE_S, Rank, Talk, run_ranks
 
 from flopcalc.monitor import ranks as side_module
-from flopcalc.monitor.ranks import Combined, Gathered, Listener, Sender, Side, Sums, combine, open_side
+from flopcalc.monitor.ranks import GatheredInterval, Listener, MeanStep, Sender, Side, Sums, combine, open_side
 
 NAN = math.nan
 
@@ -35,7 +35,7 @@ def test_ranks_become_one_machine() -> None:
         1: Sums(10, 3000, 4000, 100, 400, 20, 0, 11.0, 9.0, 100.0),
         2: Sums(10, 2000, 3000, 200, 400, 20, 1, 12.0, 8.0, 50.0),
     }
-    assert combine(Gathered(7, sums, ()), 3) == Combined(
+    assert combine(GatheredInterval(7, sums, ()), 3) == MeanStep(
         steps=10,
         model_flops=600.0,
         hardware_flops=900.0,
@@ -56,19 +56,19 @@ def test_ranks_become_one_machine() -> None:
 
 def test_a_rank_with_fewer_steps_counts_by_its_mean() -> None:
     sums = {0: Sums(10, 1000, 0, 0, 0, 0, 0, 10.0, NAN, 1.0), 1: Sums(5, 500, 0, 0, 0, 0, 0, 10.0, NAN, 1.0)}
-    found = combine(Gathered(1, sums, ()), 2)
+    found = combine(GatheredInterval(1, sums, ()), 2)
     assert (found.steps, found.model_flops, found.wall_s, found.slowest_rank) == (10, 200.0, 2.0, 1)
 
 
 def test_missing_ranks_are_not_made_up() -> None:
     sums = {rank: Sums(1, 10, 10, 1, 1, 1, 0, 1.0, NAN, 100.0) for rank in (0, 2, 3)}
     sums[1] = Sums(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 100.0)  # no step: nothing to say
-    found = combine(Gathered(1, sums, (4,)), 5)
+    found = combine(GatheredInterval(1, sums, (4,)), 5)
     assert (found.scope, found.model_flops, found.peak_flops_per_s) == ("3 of 5 ranks", 30.0, 300.0)
 
 
 def test_nobody_reported_a_step() -> None:
-    found = combine(Gathered(1, {0: Sums(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0)}, (1,)), 2)
+    found = combine(GatheredInterval(1, {0: Sums(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0)}, (1,)), 2)
     assert (found.scope, found.reasons, found.slowest_rank) == ("0 of 2 ranks", ("no rank reported a step",), None)
     assert all(math.isnan(value) for value in found[1:10])
 
@@ -85,7 +85,7 @@ def test_nobody_reported_a_step() -> None:
 def test_what_one_rank_does_not_know_is_not_known(field: str, ranks: tuple[int, ...], reason: str) -> None:
     sums = {rank: Sums(1, 10, 10, 1, 1, 1, 0, 1.0, NAN, 100.0) for rank in range(5)}
     sums |= {rank: sums[rank]._replace(**{field: NAN}) for rank in ranks}
-    found = combine(Gathered(1, sums, ()), 5)
+    found = combine(GatheredInterval(1, sums, ()), 5)
     assert math.isnan(getattr(found, field))
     assert found.reasons == (reason,)
     assert found.tokens == 5
@@ -107,7 +107,7 @@ def test_stragglers(
     wall_s: list[float], device_s: list[float], factor: float, slowest: int | None, stragglers: tuple[int, ...]
 ) -> None:
     sums = {r: Sums(1, 1, 1, 1, 1, 1, 1, wall_s[r], device_s[r], 1.0) for r in range(4)}
-    found = combine(Gathered(1, sums, ()), 4, factor)
+    found = combine(GatheredInterval(1, sums, ()), 4, factor)
     assert (found.slowest_rank, found.stragglers) == (slowest, stragglers)
 
 
@@ -163,13 +163,13 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return found
 
 
-def gather(listener: Side, last: int) -> list[Gathered]:
-    found: list[Gathered] = []
+def gather(listener: Side, last: int) -> list[GatheredInterval]:
+    found: list[GatheredInterval] = []
     wait_for(lambda: found.extend(listener.collect()) or (found and found[-1].interval >= last))
     return found
 
 
-def give_up_waiting(listener: Side, interval: int, arrived: set[int]) -> list[Gathered]:
+def give_up_waiting(listener: Side, interval: int, arrived: set[int]) -> list[GatheredInterval]:
     """What is gathered when the time is over, once all have arrived that will."""
     assert isinstance(listener, Listener)
     wait_for(lambda: set(listener._open.get(interval, ())) == arrived)
@@ -187,7 +187,7 @@ def test_sums_arrive_exactly(ends: Ends) -> None:
         end.post(2, make_sums(end.rank, 2))
     found = gather(listener, 2)
     assert repr(found) == repr(
-        [Gathered(i, {r: make_sums(r, i) for r in found[i - 1].sums}, ()) for i in (1, 2)]
+        [GatheredInterval(i, {r: make_sums(r, i) for r in found[i - 1].sums}, ()) for i in (1, 2)]
     )  # NaN is not equal to itself
     assert all(set(each.sums) == {0, 1, 2} for each in found)
     assert type(found[0].sums[2].model_flops) is int
@@ -265,7 +265,7 @@ def test_close_waits_for_what_is_under_way(ends: Ends) -> None:
     wait_for(lambda: 1 in listener._open)
     listener.post(1, make_sums(0))
     listener.post(2, make_sums(0))
-    found: list[Gathered] = []
+    found: list[GatheredInterval] = []
     closing = threading.Thread(target=lambda: found.extend(listener.close(DEADLINE_S)))
     closing.start()
     one.post(2, make_sums(1))
@@ -535,7 +535,7 @@ def tell_all(ranks: list[Rank], *message: Any) -> list[Any]:
     return [rank.hear() for rank in ranks]
 
 
-def describe(found: list[Gathered]) -> list[tuple[int, list[int], tuple[int, ...]]]:
+def describe(found: list[GatheredInterval]) -> list[tuple[int, list[int], tuple[int, ...]]]:
     return [(each.interval, sorted(each.sums), each.missing) for each in found]
 
 

@@ -15,7 +15,7 @@ from flopcalc.planning import step as module
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import count_reached, find_interconnect, time_collective, time_message
 from flopcalc.planning.seconds import PARTS, Overlaps
-from flopcalc.planning.step import CONTENTION, SCAN_WIDTH, Runner
+from flopcalc.planning.step import CONTENTION, SCAN_WIDTH, LayoutTimer
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +23,10 @@ def _round(monkeypatch: pytest.MonkeyPatch) -> None:
     use_round_machine(monkeypatch)
 
 
-def make_runner(model: Any = GPT, batch: int = 64, seq: int = 2048, **options: Any) -> Runner:
+def make_runner(model: Any = GPT, batch: int = 64, seq: int = 2048, **options: Any) -> LayoutTimer:
     estimator = bind(model)
     net = find_interconnect("hgx-h200", "h200")
-    return Runner(estimator, estimator(1, seq).terms[0][1], "h200", net, batch, **options)
+    return LayoutTimer(estimator, estimator(1, seq).terms[0][1], "h200", net, batch, **options)
 
 
 def time_parts(layout: Layout, batch: int = 64, model: Any = GPT, **options: Any) -> dict[str, float]:

@@ -10,7 +10,7 @@ from tiers import thin
 from flopcalc import plan, predict
 from flopcalc.base.vocabulary import EXECUTIONS, Execution
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.planning.results import Planned
+from flopcalc.planning.results import PlannedLayout
 from flopcalc.prediction.step import predict_estimate
 
 TINY = {"num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 256, "num_attention_heads": 8}
@@ -29,7 +29,7 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def plan_one(model: Any, seq: int, micro_batch: int, batches: int, recompute: str, **options: Any) -> Planned:
+def plan_one(model: Any, seq: int, micro_batch: int, batches: int, recompute: str, **options: Any) -> PlannedLayout:
     """The only layout of one GPU."""
     found = plan(
         model, tokens=1, device="h200", gpus=1, seq_len=seq, global_batch=micro_batch * batches,

@@ -8,7 +8,7 @@ from flopcalc import bind, plan
 from flopcalc.planning import coverage
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import find_interconnect
-from flopcalc.planning.step import Runner
+from flopcalc.planning.step import LayoutTimer
 
 PLAIN, SHARDED = Layout(dp=8, zero=1), Layout(dp=8, zero=3)
 
@@ -55,7 +55,7 @@ def test_zero_3_is_first_only_with_a_word(
 ) -> None:
     monkeypatch.setattr(coverage, "load_coverage", lambda: KINDS)
     estimator = bind("llama-3.1-8b")
-    runner = Runner(estimator, estimator(1, 4096).terms[0][1], "h200", find_interconnect(None, "h200"), 64)
+    runner = LayoutTimer(estimator, estimator(1, 4096).terms[0][1], "h200", find_interconnect(None, "h200"), 64)
     told = coverage.describe_coverage(runner, SHARDED, others)[1:]
     words = "zero 3 is first by less than published runs of it are off: by their median, dp8 zero1 mb1 would be faster "
     assert told == ([f"{words}(14.00 s a step as predicted)"] if is_told else [])

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.vocabulary import Clipping, Recompute
+from flopcalc.base.vocabulary import Clipping, Group, Recompute
 from flopcalc.core.count.formulas import (
     KernelShape,
     adapter_flops,
@@ -42,11 +42,22 @@ from flopcalc.core.model.ops import (
     iterate,
     join,
 )
-from flopcalc.core.recipe.numbers import Formats, Numbers
+from flopcalc.core.recipe.numbers import Formats, OpFormats
 from flopcalc.core.recipe.recipe import Adapter
 from flopcalc.core.recipe.resolver import ALL_TRAIN, Resolver, State
 from flopcalc.core.spec.spec import HEAD_PARTS
-from flopcalc.core.workload.sums import Calls, Executed, Folds, InDecoder, Minus, Needed, Pairs, PerSample, Samples, Sum
+from flopcalc.core.workload.sums import (
+    Calls,
+    ExecutedSum,
+    Folds,
+    InDecoder,
+    Minus,
+    NeededSum,
+    Pairs,
+    PerSample,
+    Samples,
+    Sum,
+)
 
 
 @frozen()
@@ -231,19 +242,19 @@ class _Layer:
         held.inactive += sum(adapter_parameters(op, adapter.rank)) // op.copies * (op.copies - op.active)
         trains = adapter.a or adapter.b
         needed = [
-            Product(each.role, Needed(op.rows), each.flops, each.passes, each.n_in, each.n_out)
+            Product(each.role, NeededSum(op.rows), each.flops, each.passes, each.n_in, each.n_out)
             for each in _make_adapters(op, adapter, flow)
         ]
         # A stack of experts is folded inside a parametrization, which torch evaluates once more; a router is not.
         flops, sizes = fold_flops(op, adapter.rank), (op.n_in, op.n_out, op.copies)
-        fold = Product("fold", Executed(Folds() if op.copies > 1 else Calls()), flops, Passes(), *sizes)
+        fold = Product("fold", ExecutedSum(Folds() if op.copies > 1 else Calls()), flops, Passes(), *sizes)
         gradients = Passes(0, 0, adapter.a + adapter.b)
-        gradient = Product("fold_gradient", Executed(Calls()), flops, gradients, *sizes)
+        gradient = Product("fold_gradient", ExecutedSum(Calls()), flops, gradients, *sizes)
         products = [*needed, fold, gradient]
         if trains and not state.weight:
             # The gradient of the whole folded weight, which the adapters' gradients are then taken from.
             products.append(
-                Product("folded_weight", Executed(op.rows), product_flops(op), Passes(0, 0, 1), op.n_in, op.n_out)
+                Product("folded_weight", ExecutedSum(op.rows), product_flops(op), Passes(0, 0, 1), op.n_in, op.n_out)
             )
         self._step(2, trains)
         flow_weight = state.weight or trains
@@ -350,7 +361,7 @@ def _count_parameters(op: Weighted, state: State) -> _Parameters:
     bias = op.bias_size
     total = weight + bias
     if state.saved_copy:
-        # The copy that PEFT trains beside the frozen original; it is not tied to anything.
+        # PEFT trains this copy and keeps the frozen original; the copy is not tied to anything.
         weight = op.weight_size
         total += weight + bias
     inactive = (weight + bias) // op.copies * (op.copies - op.active) if op.copies > 1 else 0
@@ -420,7 +431,7 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
         flow = flow or any(stream.get(name, False) for name in stage.joins)
         outputs: list[bool] = []
         folded: dict[tuple[Row, ...], list[int]] = {}
-        numbers_of: dict[int, tuple[Numbers, ...]] = {}  # by chain
+        numbers_of: dict[int, tuple[OpFormats, ...]] = {}  # by chain
         for layer, chain in enumerate(stage.layers):
             path = f"{stage.path}.{stage.first + layer}" if stage.repeated else stage.path
             if stage.reads is not None:
@@ -430,14 +441,14 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
                 numbers_of[id(chain)] = _find_numbers(chain, path, stage.group, formats)
             numbers = numbers_of.get(id(chain))
             key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs, numbers, *streams.items())
-            found = cache.get(key)
-            if found is None:
+            counted = cache.get(key)
+            if counted is None:
                 changed = dict(streams)
                 rows, out = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs, changed)
                 if numbers is not None:
                     rows = _add_formats(rows, chain, numbers)
-                found = cache[key] = (rows, out, changed)
-            rows, flow, streams = found
+                counted = cache[key] = (rows, out, changed)
+            rows, flow, streams = counted
             if stage.adds is not None:
                 added = after.get(stage.adds, [])
                 flow = flow or (layer < len(added) and added[layer])
@@ -458,7 +469,7 @@ def _is_streamed(op: Op) -> bool:
     return bool(op.source or op.joined or op.to)
 
 
-def _find_numbers(chain: Chain, path: str, group: str, formats: Formats) -> tuple[Numbers, ...]:
+def _find_numbers(chain: Chain, path: str, group: Group, formats: Formats) -> tuple[OpFormats, ...]:
     """The formats of every op of a layer, in order of execution."""
     return tuple(formats.resolve(op, join(path, op.name), group) for op in iterate(chain))
 
@@ -467,17 +478,17 @@ def _find_numbers(chain: Chain, path: str, group: str, formats: Formats) -> tupl
 _ADAPTERS = ("adapter_a", "adapter_b", "fold", "fold_gradient")
 
 
-def _add_formats(rows: tuple[Row, ...], chain: Chain, numbers: tuple[Numbers, ...]) -> tuple[Row, ...]:
+def _add_formats(rows: tuple[Row, ...], chain: Chain, numbers: tuple[OpFormats, ...]) -> tuple[Row, ...]:
     """The rows of a layer with the formats of their products and weights."""
-    known: dict[tuple[str, str, str], Numbers] = {}
-    for op, own in zip(iterate(chain), numbers, strict=True):
+    known: dict[tuple[str, str, str], OpFormats] = {}
+    for op, formats in zip(iterate(chain), numbers, strict=True):
         for key in _name_op(op):
-            known.setdefault(key, own)
+            known.setdefault(key, formats)
     return tuple(_add_format(row, known[_name_op(row.op)[0]]) for row in rows)
 
 
 def _name_op(op: Op) -> list[tuple[str, str, str]]:
-    """What tells an op from the others of its layer, and the rows that it is split into if another module runs it."""
+    """What identifies an op in its layer, and the rows that it is split into if another module runs it."""
     if not isinstance(op, Weighted):
         return [(op.name, op.kind, "")]
     names = [(op.name, op.kind, op.param)]
@@ -486,7 +497,7 @@ def _name_op(op: Op) -> list[tuple[str, str, str]]:
     return names
 
 
-def _add_format(row: Row, numbers: Numbers) -> Row:
+def _add_format(row: Row, numbers: OpFormats) -> Row:
     products = []
     for product in row.products:
         formats = (numbers.compute, numbers.gradient)

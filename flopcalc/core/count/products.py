@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN
+from flopcalc.base.vocabulary import Group
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.model.ops import Embed, Linear, Op
 from flopcalc.core.recipe.formats import make_plain
-from flopcalc.core.recipe.numbers import PLAIN_NUMBERS, Numbers, find_sizes
+from flopcalc.core.recipe.numbers import PLAIN_NUMBERS, OpFormats, find_sizes
 from flopcalc.core.workload.sums import Sum
 
 Role = Literal[
@@ -91,7 +92,7 @@ class Row(Value):
     inactive: int = 0  # parameters of experts that one token does not reach
     trainable: int = 0
     trains_weight: bool = False  # its own weight gets a gradient, not its adapter's alone
-    numbers: Numbers = PLAIN_NUMBERS  # how its parameters are stored
+    numbers: OpFormats = PLAIN_NUMBERS  # how its parameters are stored
 
     def find(self, role: Role) -> Product | None:
         """Its product of a role, if it has one."""
@@ -110,19 +111,19 @@ class Row(Value):
     def list_weights(self, has_adapters: bool) -> list[Weights]:
         """Its parameters by the format that they are stored in; with adapters, what trains is in theirs."""
         numbers, adapted = self.numbers, self.trainable if has_adapters else 0
-        found = []
+        weights = []
         rest = self.parameters - adapted
         if numbers.weight.is_quantized and rest and isinstance(self.op, (Linear, Embed)) and not self.op.tied:
             size = self.op.weight_size
-            found.append(
+            weights.append(
                 Weights(numbers.weight.name, size, *numbers.weight.count_bytes(*find_sizes(self.op), self.op.copies))
             )
             rest -= size
         plain = numbers.plain if numbers.weight.is_quantized else numbers.weight.name
-        for name, many in ((plain, rest), (numbers.adapter, adapted)):
-            if many:
-                found.append(Weights(name, many, many * make_plain(name).bits // 8))
-        return found
+        for name, count in ((plain, rest), (numbers.adapter, adapted)):
+            if count:
+                weights.append(Weights(name, count, count * make_plain(name).bits // 8))
+        return weights
 
 
 class Weights(NamedTuple):
@@ -149,7 +150,7 @@ class Block(Value):
 
     path: str
     layers: tuple[int, ...] | None  # None: not a repeated stage
-    group: str
+    group: Group
     rows: tuple[Row, ...]
 
     @property
@@ -166,11 +167,11 @@ class CountedRow(NamedTuple):
 
     def by_format(self) -> dict[str, Flops]:
         """FLOPs of one layer by the format that they are computed in."""
-        found: dict[str, Flops] = {}
+        sums: dict[str, Flops] = {}
         for product, value in zip(self.row.products, self.values, strict=True):
             for name, flops in product.split_formats(product.per_unit * value).items():
-                found[name] = found.get(name, NO_FLOPS) + flops
-        return found
+                sums[name] = sums.get(name, NO_FLOPS) + flops
+        return sums
 
     @property
     def flops(self) -> Flops:

@@ -76,7 +76,7 @@ def bind_config(
             recipe = recipe.replace(recompute=read_recompute(source.module))
     asked = formats.replace(compute=compute)
     if is_pipeline(source.config):
-        from flopcalc.core.estimate.pipeline import FROZEN, bind_pipeline  # few ask for it, and start-up is counted
+        from flopcalc.core.estimate.pipeline import FROZEN, bind_pipeline  # imported lazily: few models are pipelines
 
         if spec is not None:
             raise SpecError(f"a diffusion pipeline takes no {spell('spec')}: give its denoiser's config with one")

@@ -385,7 +385,7 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Fo
 
 
 def _save_head(model: BoundModel, lora: Lora) -> Lora:
-    """PEFT trains a classifier beside its adapters (task types SEQ_CLS, TOKEN_CLS and QUESTION_ANS)."""
+    """PEFT trains a classifier as well as its adapters (task types SEQ_CLS, TOKEN_CLS and QUESTION_ANS)."""
     added = [path for stage in model.stages for path in list_saved(stage) if path not in lora.save]
     return replace(lora, save=(*lora.save, *dict.fromkeys(added)))
 

@@ -9,7 +9,7 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.rows import Rows, Table, shorten, show_rows
 from flopcalc.base.units import check_size, format_flops, format_parameters, format_share
-from flopcalc.base.vocabulary import BY, CONVENTIONS, Convention, PickedKernel, check_flag, check_word
+from flopcalc.base.vocabulary import BY, CONVENTIONS, By, Convention, PickedKernel, check_flag, check_word
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.estimator import Estimator as Estimator
@@ -172,7 +172,7 @@ class Estimate(Value):
 
     def terms_under(self, name: str, *, mtp: int | None = None) -> dict[str, int]:
         """As `under`, term by term of the convention's formula."""
-        from flopcalc.core.estimate.quoted import count_quoted  # few ask for it, and start-up is counted
+        from flopcalc.core.estimate.published_conventions import count_quoted  # imported lazily: few calls need it
 
         depth = None if mtp is None else check_size(mtp, "mtp", 0)
         sums: dict[str, int] = {}
@@ -197,21 +197,21 @@ class Estimate(Value):
 
     def by_dtype(self, convention: Convention | None = None) -> dict[str, Flops]:
         """Number format -> FLOPs of the products that are computed in it, most first; under the own convention."""
-        own = self.convention if convention is None else check_word(convention, CONVENTIONS, "convention")
+        counted_as = self.convention if convention is None else check_word(convention, CONVENTIONS, "convention")
         sums: dict[str, Flops] = {}
         for estimator, load, times in self.terms:
-            for name, flops in estimator.count_formats(load, own).items():
+            for name, flops in estimator.count_formats(load, counted_as).items():
                 sums[name] = sums.get(name, NO_FLOPS) + flops * times
         return dict(sorted(sums.items(), key=lambda item: -item[1].total))
 
     @property
     def weights(self) -> list[Weights]:
         """Parameters and bytes of the model by the format that they are stored in; of all models, if several."""
-        found: dict[str, Weights] = {}
+        by_format: dict[str, Weights] = {}
         for estimator in {each.identity: each for each, _, _ in self.terms}.values():
             for held in estimator.count_weights():
-                found[held.format] = found.get(held.format, Weights(held.format, 0, 0)).add(held)
-        return sorted(found.values(), key=lambda held: -held.total_bytes)
+                by_format[held.format] = by_format.get(held.format, Weights(held.format, 0, 0)).add(held)
+        return sorted(by_format.values(), key=lambda held: -held.total_bytes)
 
     def _sum_by(self, key: Callable[[Op], str]) -> dict[str, Flops]:
         sums: dict[str, Flops] = {}
@@ -225,7 +225,7 @@ class Estimate(Value):
         check_flag(per_layer, "per_layer")
         if depth is not None:
             check_size(depth, "depth")
-        found: dict[str, _ModuleSum] = {}
+        modules: dict[str, _ModuleSum] = {}
         stages: dict[str, int] = {}
         for (block, row, _), flops, times, is_first in self._rows():
             layers: tuple[int | None, ...] = block.layers if block.layers is not None else (None,)
@@ -238,14 +238,14 @@ class Estimate(Value):
                 names = path.split(".")
                 cut = ".".join(names[:depth]) if depth is not None else path
                 # Layers that count alike come together: their place in the model puts them back in order.
-                place = (stages.setdefault(block.path, len(stages)), group[0] or 0, len(found))
-                entry = found.setdefault(cut, _ModuleSum(place))
+                place = (stages.setdefault(block.path, len(stages)), group[0] or 0, len(modules))
+                entry = modules.setdefault(cut, _ModuleSum(place))
                 entry.flops += flops * (len(group) * times)
                 entry.kinds.add(row.op.kind if cut == path else "module")
                 entry.layers.update(group if "*" in cut.split(".") else (None,))
                 if is_first:
                     entry.parameters += row.parameters * len(group)
-        ordered = sorted(found.items(), key=lambda item: item[1].place) if per_layer else found.items()
+        ordered = sorted(modules.items(), key=lambda item: item[1].place) if per_layer else modules.items()
         return Rows(
             ModuleRow(
                 path, next(iter(entry.kinds)) if len(entry.kinds) == 1 else "module", len(entry.layers),
@@ -267,9 +267,9 @@ class Estimate(Value):
     @property
     def parameters(self) -> dict[str, int]:
         """Parameters of the model; of all models, where estimates of several were added."""
-        found = [each.parameters() for each in {each.identity: each for each, _, _ in self.terms}.values()]
-        keys = [key for key in ("total", "active", "trainable") if all(key in each for each in found)]
-        return {key: sum(each[key] for each in found) for key in keys}  # a trace does not know the active ones
+        counts = [each.parameters() for each in {each.identity: each for each, _, _ in self.terms}.values()]
+        keys = [key for key in ("total", "active", "trainable") if all(key in each for each in counts)]
+        return {key: sum(each[key] for each in counts) for key in keys}  # a trace does not know the active ones
 
     @property
     def notes(self) -> list[str]:
@@ -386,7 +386,7 @@ class Estimate(Value):
             f"{more}; convention {self.convention})"
         )
 
-    def breakdown(self, by: str, depth: int | None = None) -> Table:
+    def breakdown(self, by: By, depth: int | None = None) -> Table:
         """Headers and exact, named rows of one breakdown; components and kinds without work are left out."""
         check_word(by, BY, "by")
         if by == "module":
@@ -396,11 +396,11 @@ class Estimate(Value):
         headers = [by, "forward", "backward", "recompute", "clipping"]
         return Table(headers, Rows(PartRow(name, *row) for name, row in sums.items() if any(row)))
 
-    def to_pandas(self, by: str = "component", depth: int | None = None) -> Any:
+    def to_pandas(self, by: By = "component", depth: int | None = None) -> Any:
         """The exact rows of a breakdown (by component, module, kind or dtype) as a pandas DataFrame."""
         return self.breakdown(by, depth).to_pandas()
 
-    def table(self, by: str = "component", depth: int | None = None) -> Table:
+    def table(self, by: By = "component", depth: int | None = None) -> Table:
         """A breakdown as people read it: headers, and rows of rounded counts with their shares."""
         _, rows = self.breakdown(by, depth)
         total = self.total
@@ -539,11 +539,11 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
     is_step = estimate.pipeline is None or estimate.pipeline.phase == "train"
     images = patches = visual = 0
     # Of a pipeline, the first part's: all of them work on the same images.
-    for each, other, many in estimate.terms[:1] if estimate.pipeline is not None else estimate.terms:
-        many = 1 if estimate.pipeline is not None and estimate.pipeline.phase != "train" else many
-        images += len(other.all_grids) * many
-        patches += each.count_patches(other) * many
-        visual += each.count_visual_tokens(other) * many
+    for estimator, other, copies in estimate.terms[:1] if estimate.pipeline is not None else estimate.terms:
+        copies = 1 if estimate.pipeline is not None and estimate.pipeline.phase != "train" else copies
+        images += len(other.all_grids) * copies
+        patches += estimator.count_patches(other) * copies
+        visual += estimator.count_visual_tokens(other) * copies
     return {
         "batch": load.rows,
         "seq": load.seq,

@@ -225,14 +225,14 @@ class Estimator(Protocol):
 
 
 @runtime_checkable
-class Samples(Protocol):
+class SamplingEstimator(Protocol):
     """The estimator of a diffusion model."""
 
     def ask(self, asked: object) -> Estimate: ...
 
 
 def check_no_sampling(name: str, phase: PipelinePhase, **asked: object) -> Phase:
-    """What is said of diffusion models alone is refused for any other."""
+    """Refuse arguments that only diffusion models take, and narrow the phase."""
     for field, value in asked.items():
         if value is not None:
             raise WorkloadError(f"{spell(field)} belongs to diffusion models: {name} is none")

@@ -1,4 +1,4 @@
-"""What a user says of one sample (length or text, images, videos, audio) becomes the Workload of a batch."""
+"""A user's description of one sample (length or text, images, videos, audio) becomes the Workload of a batch."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _cut_videos(estimator: Estimator, vision: Vision, inputs: Inputs) -> tuple[l
     """Grids of the videos that are given in seconds or frames."""
     if not inputs.videos:
         return [], []
-    from flopcalc.core.model.videos import cut_video, parse_video  # only where videos are given: start-up is counted
+    from flopcalc.core.model.videos import cut_video, parse_video  # imported lazily: few inputs have videos
 
     preprocessor = estimator.source.video_preprocessor
     grids: list[Grid] = []

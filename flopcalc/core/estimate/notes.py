@@ -66,7 +66,7 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
 
 def _is_foreign(named: str, model: BoundModel) -> bool:
     """Whether a config names a class of another family than its spec's; an alias has said so already."""
-    from flopcalc.core.model.classes import cut_ending  # few models need it, and start-up is counted
+    from flopcalc.core.model.classes import cut_ending  # imported lazily: few models need it
 
     if MARK in model.source.config:
         return False
@@ -133,7 +133,7 @@ def describe_kernels(
     tiles: TileTable | None,
     padding: list[CountedRow],
 ) -> list[str]:
-    """What the hardware count takes from tables, and where a query lies outside them."""
+    """What the hardware count takes from tables, and where a query is outside them."""
     notes = []
     if load.phase != "decode" and kernels is None:
         backward = "; backward forms the scores again" if load.phase == "train" else ""

@@ -90,7 +90,7 @@ def _list_ragged(
             has_backward = behind is not None and behind.passes.backward > 0
             for (mask, length), calls in op.rows.attention_calls(load, op.times).items():
                 if mask == "causal" and counting != "flash" and isinstance(op.rows, Pairs) and op.rows.has_mask(load):
-                    mask = "full"  # all pairs are computed under a mask that is handed over
+                    mask = "full"  # kernels compute all pairs if they are given a mask
                 measured = table.find_call(op.qk, op.v, mask, length)
                 if measured is None:
                     continue

@@ -30,7 +30,7 @@ _COMPONENTS = {_TEXT: "text_encoder", _IMAGE: "vision", _VAE: "vae"}  # of all w
 FROZEN = make_recipe(freeze=["*"])
 
 
-class Part(NamedTuple):
+class PipelinePart(NamedTuple):
     """A frozen part of a pipeline: an encoder, the VAE, or the denoiser of the later steps."""
 
     name: str
@@ -38,8 +38,8 @@ class Part(NamedTuple):
     estimator: CountedEstimator
 
 
-class Asked(NamedTuple):
-    """What a user says of one sample of a diffusion model."""
+class SampleRequest(NamedTuple):
+    """A user's description of one sample of a diffusion model."""
 
     batch: int = 1
     size: tuple[int, int] | None = None  # width and height in pixels
@@ -57,7 +57,7 @@ class PipelineEstimator(Estimator):
     origin = "spec"
 
     def __init__(
-        self, denoiser: CountedEstimator, pipeline: Pipeline | None = None, parts: tuple[Part, ...] = (),
+        self, denoiser: CountedEstimator, pipeline: Pipeline | None = None, parts: tuple[PipelinePart, ...] = (),
         uncounted: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         latents = denoiser.model.latents
@@ -70,7 +70,7 @@ class PipelineEstimator(Estimator):
         self.attention_kernel, self.identity = denoiser.attention_kernel, denoiser.identity
         self.head, self.mtp, self.renamed = denoiser.head, denoiser.mtp, denoiser.renamed
 
-    def ask(self, asked: Asked) -> Estimate:
+    def ask(self, asked: SampleRequest) -> Estimate:
         """FLOPs of a step, or of sampling, on such samples."""
         phase = check_word(asked.phase, PIPELINE_PHASES, "phase", WorkloadError)
         samples = phase == "sample"
@@ -140,7 +140,7 @@ class PipelineEstimator(Estimator):
         )
         return Estimate(whole.terms, whole.flops, (*notes, *whole._notes), run)
 
-    def _check(self, asked: Asked, samples: bool) -> None:
+    def _check(self, asked: SampleRequest, samples: bool) -> None:
         name = self.source.name
         for word, value in ((spell("sampling_steps"), asked.steps), (spell("guidance"), asked.guidance)):
             if value is not None and not samples:
@@ -154,7 +154,7 @@ class PipelineEstimator(Estimator):
                 f"{name} is a denoiser without its pipeline: say how often it runs ({spell('sampling_steps', 'N')})"
             )
 
-    def _find_size(self, asked: Asked) -> tuple[int, int, int, tuple[str, ...]]:
+    def _find_size(self, asked: SampleRequest) -> tuple[int, int, int, tuple[str, ...]]:
         """Width, height and frames; what the pipeline takes by itself where none is said, with a note."""
         if asked.size is not None:
             return *asked.size, asked.frames or 1, ()
@@ -188,7 +188,7 @@ class PipelineEstimator(Estimator):
         latents = part.estimator.model.latents
         return (latents.pixels, latents.frames) if latents is not None else (0, 0)
 
-    def _find_text(self, asked: Asked) -> int:
+    def _find_text(self, asked: SampleRequest) -> int:
         reads = bool(self.latents.text_key)
         if asked.text is not None and not reads:
             raise WorkloadError(f"{self.source.name} reads no text: leave {spell('text')} out")
@@ -286,8 +286,8 @@ def read_asked(
     videos: Iterable[object] | None = None, text: int | None = None, sampling_steps: int | None = None,
     guidance: bool | str | None = None, parts: Iterable[str] | str | None = None, phase: PipelinePhase = "train",
     **others: object,
-) -> Asked:  # fmt: skip
-    """What estimate_flops' keywords say of a diffusion model; `sampling_steps` alone means phase sample."""
+) -> SampleRequest:  # fmt: skip
+    """estimate_flops' keywords as a request to a diffusion model; `sampling_steps` alone means phase sample."""
     for name, value in others.items():
         if value is not None:
             raise WorkloadError(f"{estimator.source.name} is a diffusion model: it takes no {name}")
@@ -305,7 +305,7 @@ def read_asked(
     steps = None if sampling_steps is None else check_size(sampling_steps, "sampling_steps")
     if steps is not None and phase == "train":
         phase = "sample"
-    return Asked(
+    return SampleRequest(
         batch,
         None if size is None else (size[0], size[1]),
         frames,
@@ -317,7 +317,7 @@ def read_asked(
     )
 
 
-def read_inputs(estimator: Estimator, inputs: Inputs) -> Asked:
+def read_inputs(estimator: Estimator, inputs: Inputs) -> SampleRequest:
     """The same of what a command's options say."""
     if len(inputs.images) + len(inputs.videos) > 1 and not inputs.of_batch:
         raise WorkloadError(f"{estimator.source.name} makes one image or video per sample: give one size")
@@ -394,18 +394,18 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
         if isinstance(config, Mapping):
             if kind == _DENOISER:
                 config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
-            parts.append(Part(name, kind, make(_bind_part(source, name, kind, config), True)))
+            parts.append(PipelinePart(name, kind, make(_bind_part(source, name, kind, config), True)))
     return PipelineEstimator(denoiser, pipeline, tuple(parts), tuple(pipeline.list_uncounted(source.config)))
 
 
 def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:
-    """Names and kinds of a pipeline's parts beside its denoiser."""
+    """Names and kinds of a pipeline's parts other than its denoiser."""
     second = [(pipeline.second, _DENOISER)] if pipeline.second else []
     texts = [(name, _TEXT) for name, _ in pipeline.encoders]
     return [*second, *texts, *((name, _IMAGE) for name in pipeline.image_encoders), (_VAE, _VAE)]
 
 
-def _encode_image(part: Part, batch: int) -> Estimate:
+def _encode_image(part: PipelinePart, batch: int) -> Estimate:
     """An image encoder on one image per sample, at the one size that it takes."""
     vision = part.estimator.model.vision
     assert vision is not None  # else it encodes no images

@@ -23,7 +23,7 @@ class Run(NamedTuple):
     flops: int  # under the estimate's convention
     gpu_hours: float | None
     mfu: float | None
-    is_lower_bound: bool = False  # at 100 % of the peak, for want of a better MFU
+    is_lower_bound: bool = False  # at 100 % of the peak, because no MFU was given
     gpus: int = 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def count_run(
     dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
 ) -> Run:
-    """Whole steps until so many tokens have passed; their GPU-hours at an MFU, or at the pace that was measured."""
+    """Whole steps that process this many tokens; their GPU-hours at an MFU, or at the measured speed."""
     check_tokens(estimate, "a run")
     dtype = None if dtype is None else parse_dtype(dtype)
     total = parse_tokens(tokens)

@@ -58,7 +58,7 @@ class Polynomials(NamedTuple):
     limit: int = 0  # a window or chunk of the config that is too large to trace beyond; 0: none
 
 
-class Traced(NamedTuple):
+class TracedModel(NamedTuple):
     """What is kept of a traced model."""
 
     name: str
@@ -78,7 +78,7 @@ class TracedEstimator(Estimator):
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedModel,
         source: Source,
         recipe: Recipe,
         asked: FormatOptions = FormatOptions(),  # noqa: B008
@@ -400,7 +400,7 @@ def check_layers(source: Source) -> None:
                 )
 
 
-def load_trace(key: str) -> Traced | None:
+def load_trace(key: str) -> TracedModel | None:
     """A kept trace, or None: a file that is missing, cut short or of another schema is traced anew."""
     path = os.path.join(find_cache_dir(), "traces", f"{key}.json")
     try:
@@ -424,7 +424,7 @@ def _is_solved(entry: dict[str, Any]) -> bool:
     return are_known and all(len(each) == count for rows in entry["rows"].values() for each in rows)
 
 
-def _make_traced(data: dict[str, Any]) -> Traced:
+def _make_traced(data: dict[str, Any]) -> TracedModel:
     polynomials = tuple(
         Polynomials(
             entry["phase"],
@@ -439,7 +439,7 @@ def _make_traced(data: dict[str, Any]) -> Traced:
         )
         for entry in data["polynomials"]
     )
-    return Traced(
+    return TracedModel(
         data["name"],
         data["model_type"],
         data["parameters"],
@@ -450,7 +450,7 @@ def _make_traced(data: dict[str, Any]) -> Traced:
     )
 
 
-def save_trace(key: str, traced: Traced) -> str | None:
+def save_trace(key: str, traced: TracedModel) -> str | None:
     """Keep a trace; a disk that refuses costs the next call a new trace, not this one its answer: then why."""
     folder = os.path.join(find_cache_dir(), "traces")
     data = {

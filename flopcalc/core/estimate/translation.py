@@ -9,7 +9,7 @@ from flopcalc.base.errors import FlopcalcError, SpecError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_size, parse_number
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
-from flopcalc.core.estimate.quoted import find_quoted, load_quoted
+from flopcalc.core.estimate.published_conventions import find_quoted, load_quoted
 from flopcalc.core.estimate.utilization import check_positive, find_peak
 
 FIT = 0.005  # a convention explains a printed figure that it meets within half a per cent

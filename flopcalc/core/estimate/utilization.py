@@ -24,7 +24,7 @@ from flopcalc.hardware.devices import (
 )
 
 
-class Peak(NamedTuple):
+class FormatPeak(NamedTuple):
     """FLOPs of one number format and the dense peak that they count at, of one device."""
 
     format: str
@@ -36,7 +36,7 @@ class Ideal(NamedTuple):
     """The least time of some FLOPs on one device: each at the peak of its format."""
 
     seconds: float | None  # None: no peak is known, and `note` says why
-    peaks: tuple[Peak, ...]
+    peaks: tuple[FormatPeak, ...]
     device: str | None
     dtype: str  # the formats, most FLOPs first
     bf16: float | None = None  # the device's bf16 peak, where it is known
@@ -61,7 +61,7 @@ class Utilization(NamedTuple):
     device: str | None
     dtype: str
     note: str | None = None
-    peaks: tuple[Peak, ...] = ()  # what each format's FLOPs count at
+    peaks: tuple[FormatPeak, ...] = ()  # what each format's FLOPs count at
     of_bf16_peak: float | None = None  # the same FLOPs over the bf16 peak alone
 
     def __float__(self) -> float:
@@ -161,7 +161,7 @@ def find_ideal_time(
         flops = {parse_dtype(dtype): sum(flops.values())}
     name, known = _find_device(device, peak)
     if isinstance(peak, Mapping):
-        given = {parse_dtype(key): check_positive(value, f"peak {key}") for key, value in peak.items()}
+        given: dict[str, float] = {parse_dtype(key): check_positive(peak[key], f"peak {key}") for key in peak}
     else:
         given = {} if peak is None else dict.fromkeys(flops, check_positive(peak, "peak"))
     if known is None and not given:
@@ -173,7 +173,7 @@ def find_ideal_time(
         rate, own = _find_rate(kind, given, known, is_explicit=dtype is not None)
         if own != kind:
             notes.append(f"{name or spell('peak')} has no {kind} peak: {kind} products count at its {own} peak")
-        peaks.append(Peak(kind, total, rate))
+        peaks.append(FormatPeak(kind, total, rate))
     seconds = sum(each.flops / each.peak_flops_per_s for each in peaks)
     bf16 = given.get("bf16") if isinstance(peak, Mapping) else None
     if bf16 is None and known is not None:

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: the base model that it names, and its LoRA settings as far as they can be applied."""
+"""PEFT's adapter_config.json: the base model that it names, and those of its LoRA settings that can be applied."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flopcalc.base.errors import ConfigError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_size
 
-# PEFT's task type -> the head of the model that the adapter was trained on; it trains beside the adapters.
+# PEFT's task type -> the head of the model that the adapter was trained on; it trains together with the adapters.
 _HEADS = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token", "FEATURE_EXTRACTION": "none"}
 _TRAINED = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
 
 
-class Adapter(NamedTuple):
+class AdapterConfig(NamedTuple):
     """What an adapter's config says."""
 
     base: str  # a preset's name, a folder or a hub id
@@ -22,7 +22,7 @@ class Adapter(NamedTuple):
     head: str = ""  # the head that its task type means; empty: the base's own
 
 
-def read_adapter(config: dict[str, Any], where: str) -> Adapter:
+def read_adapter(config: dict[str, Any], where: str) -> AdapterConfig:
     """The base model and the LoRA settings of an adapter."""
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -32,7 +32,7 @@ def read_adapter(config: dict[str, Any], where: str) -> Adapter:
     labels = f"; task_type {task}: {spell('head', f'{head}:N')} says how many labels" if task in _TRAINED else ""
     kind = str(config.get("peft_type", "LORA"))
     if kind != "LORA":
-        return Adapter(
+        return AdapterConfig(
             base, None, f"adapter of {base}: peft_type {kind} is not counted, the base alone is{labels}", head
         )
     rank = check_size(config.get("r"), f"{where}: r")
@@ -43,10 +43,10 @@ def read_adapter(config: dict[str, Any], where: str) -> Adapter:
         names = ["all-linear"] if targets == "all-linear" else list(targets or ())
         lora = {"r": rank, "targets": names, **({"save": saved} if saved else {})}
         words = f"adapter of {base}: LoRA r={rank} on {', '.join(names)}{_list_others(config)}{labels}"
-        return Adapter(base, lora, words, head)
+        return AdapterConfig(base, lora, words, head)
     what = "PEFT's own for this model" if targets is None else f"the pattern {format_value(targets)}"
     words = f"adapter of {base}: LoRA r={rank}, its targets are {what}: not applied, {spell('lora')} names them{labels}"
-    return Adapter(base, None, words, head)
+    return AdapterConfig(base, None, words, head)
 
 
 def _list_others(config: dict[str, object]) -> str:

@@ -26,7 +26,7 @@ _BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama", ()),
 )
 
-# Keys that begin so tell of layers or inputs that plain decoders do not have.
+# Keys with these prefixes describe layers or inputs that plain decoders do not have.
 _MORE = ("mm_", "vision", "audio", "mamba", "ssm_", "conv_", "moe_", "num_experts", "n_routed", "latent")
 
 # Images before a language model: a family that takes any tower and any text model, and its key for the text model's.

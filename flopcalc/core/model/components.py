@@ -33,7 +33,7 @@ class Pipeline(Value):
     steps: int
     guidance: bool  # whether a plain call runs the denoiser a second time, on an empty prompt
     encoders: tuple[tuple[str, str], ...]  # text encoder -> expression: its length
-    values: Values
+    values: PipelineNames
     tables: Mapping[str, Any]
 
     @property
@@ -129,7 +129,7 @@ class Pipeline(Value):
             raise ConfigError(f"{self.name}: missing key {error.name!r}, needed for its {key}") from None
 
 
-class Values:
+class PipelineNames:
     """The names in a pipeline's expressions: keys of its config, dotted into its parts, `text` and `frames`."""
 
     def __init__(
@@ -138,8 +138,8 @@ class Values:
         self._config, self._defaults = config, defaults
         self._sizes = {"text": text, "frames": frames}
 
-    def with_text(self, text: int, frames: int = 1) -> Values:
-        return Values(self._config, self._defaults, text, frames)
+    def with_text(self, text: int, frames: int = 1) -> PipelineNames:
+        return PipelineNames(self._config, self._defaults, text, frames)
 
     def find(self, name: str) -> Any:
         """A key of the config itself, or its default; None without one."""
@@ -194,7 +194,7 @@ def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
         found = Pipeline(
             name, str(tables["source"]), denoiser, int(tables["steps"]), bool(tables["guidance"]),
             tuple((str(part), str(text)) for part, text in encoders.items()),
-            Values(config, tables.get("defaults", {})), tables,
+            PipelineNames(config, tables.get("defaults", {})), tables,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SpecError(f"{path}: no pipeline: {type(error).__name__} {error}") from None

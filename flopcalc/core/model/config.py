@@ -21,7 +21,7 @@ from flopcalc.core.spec.aliases import list_types, map_config, name_family
 PIPELINE_FILE = "model_index.json"  # of diffusers
 
 ADAPTER = "adapter_config.json"
-_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # the first one stands for a model that is cut
+_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # the first one is used for a model that is cut
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "feature_extractor_config.json")
 
 
@@ -160,7 +160,7 @@ def _checked(source: Source) -> Source:
 
 
 def _describe_untyped(source: Source) -> str:
-    """The error for a config that says neither its type nor its class, with the nearest family if its keys tell one."""
+    """The error for a config that says neither its type nor its class, with the nearest family if there is one."""
     from flopcalc.core.model.classes import suggest_type
 
     near = suggest_type(source.config)
@@ -170,7 +170,7 @@ def _describe_untyped(source: Source) -> str:
 
 def _name_type(source: Source) -> Source:
     """A config without model_type with the one of the class that it names, if that is known."""
-    from flopcalc.core.model.classes import find_type, find_untyped  # few configs need it, and start-up is counted
+    from flopcalc.core.model.classes import find_type, find_untyped  # imported lazily: few configs need it
 
     named = source.config.get("architectures")
     if not isinstance(named, (list, tuple)) or not named:
@@ -305,7 +305,7 @@ def _load_file(path: str, download: bool, is_base: bool) -> Source:
 
 
 def _load_gguf(path: str) -> Source:
-    from flopcalc.core.model.gguf import load_gguf  # few files are, and start-up is counted
+    from flopcalc.core.model.gguf import load_gguf  # imported lazily: few files need it
 
     found = load_gguf(path)
     return Source(
@@ -333,7 +333,7 @@ def _load_adapter(name: str, path: str, download: bool, is_base: bool) -> Source
 
 
 def _load_with_processors(name: str, path: str) -> Source:
-    """A config.json and the processors' files beside it; a video's falls back to the image's, as in transformers."""
+    """A config.json and the processors' files next to it; a video's falls back to the image's, as in transformers."""
     folder = os.path.dirname(path)
     config = _load_json(path)
     beside = os.path.join(folder, "hf_quant_config.json")  # modelopt's own file

@@ -25,7 +25,7 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
     except BudgetError as error:
         raise SpecError(f"{dims.where}, {dims.spec.file}: {error}") from None
     except SpecError as error:
-        # A list that is too short, a word where a number should be: the config's fault as far as anyone can tell.
+        # A list that is too short, a word where a number should be: most likely the config is wrong.
         raise ConfigError(f"{dims.where}: {error}") from None
     except RecursionError:
         raise SpecError(f"{dims.spec.file}: uses itself, through its stacks or its dims") from None
@@ -155,7 +155,7 @@ def _expand_inner(stack: Table, dims: BoundDims, side: str) -> list[Stage]:
 
 
 def _find_root(spec: Spec) -> str:
-    """The module that all of a model lies in but its head: model, transformer, gpt_neox."""
+    """The module that holds all of a model except its head: model, transformer, gpt_neox."""
     paths = [str(stack["path"]) for stack in spec.stacks if "path" in stack and stack.get("part") != "lm_head"]
     paths = paths or [path for stack in spec.stacks for path in stack.get("rename", {}).values()]
     roots = {path.partition(".")[0] for path in paths}
@@ -166,7 +166,7 @@ def _find_root(spec: Spec) -> str:
 
 
 def _is_head(stage: Stage, body: str) -> bool:
-    """Whether a stage reads the body's output: it makes logits, or lies outside of the body."""
+    """Whether a stage reads the body's output: it makes logits, or is outside of the body."""
     parts = {op.part for chain in stage.kinds for op in iterate(chain) if isinstance(op, Linear)}
     return parts == {"lm_head"} or not f"{stage.path}.".startswith(f"{body}.")
 
@@ -208,7 +208,7 @@ def expand_stack(stack: Table, dims: BoundDims, rename: dict[str, str], side: st
         if "reads" in stack:
             reads_layers.append(find_size(dims, stack["reads"][1], f"{path} reads", minimum=0))
         region = dims.evaluate(stack["together"]) if "together" in stack else layer
-        if regions and regions[-1] == region:  # one chain: what trains in any of them is behind the first's input
+        if regions and regions[-1] == region:  # one chain: what trains in any of them comes after the first's input
             layers[-2:] = [(*layers[-2], *layers[-1])]
             del dead[-1], wrapped[-1]
         else:

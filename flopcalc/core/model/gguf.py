@@ -59,7 +59,7 @@ def is_gguf(path: str) -> bool:
 
 
 # --- the header -------------------------------------------------------------------------------------------------------
-class _Reader:
+class _GgufReader:
     """Reads little-endian values one after the other."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
@@ -109,7 +109,7 @@ class _Reader:
 def read_header(path: str) -> Header:
     """The metadata and the list of tensors; no weight is read."""
     with open_regular(path, ConfigError) as file:
-        reader = _Reader(file, path)
+        reader = _GgufReader(file, path)
         if reader.take(4) != MAGIC:
             raise ConfigError(f"{path}: not a GGUF file")
         version = reader.number("I")
@@ -192,7 +192,7 @@ def _flatten(value: object, key: str, path: str) -> Any:
 
 
 def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, object], is_whole: bool) -> dict[str, Any]:
-    """What only the tensors tell: the vocabulary, a head of its own, biases."""
+    """What only the tensors show: the vocabulary, whether the head is tied, biases."""
     found: dict[str, Any] = {}
     words = header.tensors.get("token_embd.weight")
     if words is not None and len(words.shape) == 2:

@@ -90,7 +90,7 @@ def find_head(source: Source, spec: Spec) -> Head:
 
 
 def name_head(source: Source, names: list[str] | None = None) -> Head:
-    """The head that the names of a model's classes tell; the usual one if they tell none."""
+    """The head that the names of a model's classes imply; the usual one if they imply none."""
     for name in list_classes(source) if names is None else names:
         table = find_ending(name) or ("none" if has_unknown_head(name) else "")
         if table:
@@ -107,7 +107,7 @@ def has_unknown_head(name: str) -> bool:
 
 
 def find_ending(name: str) -> str:
-    """The head that a class's name tells by its end, as heads.toml has it; empty if it tells none."""
+    """The head that the suffix of a class's name implies, as in heads.toml; empty if it implies none."""
     endings = _load()["endings"]
     found = max((ending for ending in endings if name.endswith(ending)), key=len, default=None)
     return "" if found is None else str(endings[found])
@@ -175,14 +175,14 @@ def read_labels(config: dict[str, object], where: str) -> int:
 
 
 # --- its stages -------------------------------------------------------------------------------------------------------
-class Headed(NamedTuple):
+class ModelWithHead(NamedTuple):
     """A model with another head than its spec's: its stages, and what the module that holds the body is called."""
 
     stages: tuple[Stage, ...]
     renamed: tuple[str, str]  # in the spec, and here
 
 
-def expand_head(dims: BoundDims, head: Head) -> Headed:
+def expand_head(dims: BoundDims, head: Head) -> ModelWithHead:
     """The body of a model under another class's names, and that class's head."""
     table = _find_table(dims.spec, head)
     settings = {name: dims.evaluate(text) for name, text in table.get("set", {}).items()}
@@ -206,7 +206,7 @@ def expand_head(dims: BoundDims, head: Head) -> Headed:
     try:
         common = {"part": "head", "stream": (own or body)[-1].stream}
         last = next((stage for stage in reversed(body) if not _has_logits(stage)), stages[-1])
-        output = [last.path, str(last.first + len(last.layers) - 1)]  # what a stack beside another one reads
+        output = [last.path, str(last.first + len(last.layers) - 1)]  # what a sibling stack reads
         stacks = [
             {**common, **({"reads": output} if stack.get("beside") else {}), **_place(stack, base)}
             for stack in table["stack"]
@@ -215,11 +215,11 @@ def expand_head(dims: BoundDims, head: Head) -> Headed:
         added = [_set_adapted(stage, table.get("saved", SAVED)) for stage in added]
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, which its head {head} needs") from None
-    return Headed(tuple(body + added), ("", within) if within is not None else (prefix, base))
+    return ModelWithHead(tuple(body + added), ("", within) if within is not None else (prefix, base))
 
 
 def _find_table(spec: Spec, head: Head) -> dict[str, Any]:
-    """What heads.toml says of a head, with what the spec says otherwise."""
+    """What heads.toml says about a head, with the spec's own values on top."""
     own = spec.heads.get(head.table, {})
     if "refuse" in own:
         raise ConfigError(f"{spec.name!r} with head {head} is not described: {own['refuse']}")
@@ -257,7 +257,7 @@ def _is_outside(op: Op, prefix: str) -> bool:
 
 
 def _place(stack: dict[str, object], base: str) -> dict[str, Any]:
-    """A stack of a head; a path that begins with a dot lies in the body."""
+    """A stack of a head; a path that begins with a dot is in the body."""
     path = str(stack["path"])
     return {**stack, "path": f"{base}{path}" if base else path.removeprefix(".")} if path.startswith(".") else stack
 
@@ -286,7 +286,7 @@ def _set_adapted(stage: Stage, saved: tuple[str, ...]) -> Stage:
 
 
 def list_saved(stage: Stage) -> list[str]:
-    """Paths of a head's linear layers that PEFT trains beside adapters, as for task types SEQ_CLS and TOKEN_CLS."""
+    """Paths of a head's linear layers that PEFT trains as well as adapters, as for task types SEQ_CLS and TOKEN_CLS."""
     ops = (op for chain in stage.layers[:1] for op in iterate(chain) if op.part == "head" and isinstance(op, Linear))
     return [join(stage.path, op.name) for op in ops if not op.adapts]
 

@@ -12,7 +12,7 @@ from flopcalc.core.workload.workload import Grid, Workload
 
 
 class Latents(NamedTuple):
-    """A denoiser's input under one config; of a VAE, what one latent stands for alone."""
+    """A denoiser's input under one config; for a VAE, only how many pixels one latent covers."""
 
     key: str  # the argument of its forward that holds the latents
     axes: str  # of that tensor: b batch, c channels, t frames, h, w; n: all places in one row

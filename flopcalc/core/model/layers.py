@@ -31,7 +31,7 @@ from flopcalc.core.spec.merge import Table, rename_path
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import HEAD_PARTS, SPANS, WORDS, BoundDims, find_block_part, keeps_keys
 from flopcalc.core.workload.sums import (
-    Cached,
+    CachedKeys,
     Calls,
     Either,
     Expression,
@@ -39,7 +39,7 @@ from flopcalc.core.workload.sums import (
     Images,
     InDecoder,
     Logits,
-    Merged,
+    MergedPatches,
     Minus,
     Pairs,
     Patches,
@@ -128,7 +128,7 @@ class LayerBuilder:
         return flat
 
     def _chain(self, items: list[Any], part: str) -> Chain:
-        """A series: each item reads the one before it. `part` is what the block usually is that they stand in."""
+        """A series: each item reads the one before it. `part` is the usual part of the block around them."""
         built: list[Op | tuple[Chain, ...]] = []
         for item in items:
             self.dims.budget.spend("ops")
@@ -379,7 +379,7 @@ class LayerBuilder:
         if ":" in rows:
             return self._expression(rows)
         if rows == "merged":
-            return Merged(find_size(self.dims, "merge", "merge", 1) ** 2)
+            return MergedPatches(find_size(self.dims, "merge", "merge", 1) ** 2)
         return self._sided(_ROWS[rows])
 
     def _sided(self, rows: Sum) -> Sum:
@@ -395,12 +395,12 @@ class LayerBuilder:
 _ROWS: dict[str, Sum] = {
     "tokens": Tokens(),
     "logits": Logits(),
-    "cached": Cached(),
+    "cached": CachedKeys(),
     "patches": Patches(),
     "images": Images(),
     "tiles": Tiles(),
 }
-_SIDED = (Tokens, Logits, Cached, Pairs, Calls)  # sums that a decoder has of its own
+_SIDED = (Tokens, Logits, CachedKeys, Pairs, Calls)  # sums that a decoder has of its own
 # transformers 5.22: masking_utils.py, create_causal_mask: the key makes a decoder's attention bidirectional.
 _BOTH_WAYS = "has(is_causal) and not is_causal"
 _SHOWS = "has(image_block) and image_block > 0"  # tokens of an image see one another both ways
@@ -409,7 +409,7 @@ _FILLED = ("name", "under", "from", "to")
 
 
 def _count_key_heads(before: Sequence[Op | tuple[Chain, ...]], heads: int, qk: int, v: int) -> int:
-    """Key heads where a user's older spec says none, which a note tells: the projections that attention reads write
+    """Key heads where a user's older spec has none (a note says so): the projections that attention reads write
     heads · qk of queries and kv_heads · (qk + v) of keys and values; where they do not, every head has its own keys.
     """
     width = 0

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers that a config tells of and HF's model leaves out, as stages of their own."""
+"""Multi-token prediction: layers that a config describes and HF's model leaves out, as stages of their own."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def choose_depth(source: Source) -> int:
 
 
 def expand_mtp(source: Source, stages: tuple[Stage, ...], depth: int) -> tuple[Stage, ...]:
-    """The stages of so many layers, which follow the model's own."""
+    """The stages of these layers, which follow the model's own."""
     table = _load()["types"].get(source.config["model_type"], {})
     names = _load()["names"][table.get("names", "deepseek")]
     layers = [stage for stage in stages if stage.repeated and stage.group == "language" and stage.layers]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, TypeAlias
 
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.vocabulary import Group
 from flopcalc.core.spec.spec import Gate, Split
 from flopcalc.core.workload.sums import Only, Sum
 
@@ -160,7 +161,7 @@ class Linear(Weighted):
 
     @property
     def bias_name(self) -> str:
-        """A bare parameter has its bias beside itself (down_proj_bias)."""
+        """A bare parameter has its bias next to it (down_proj_bias)."""
         return f"{self.param}_bias" if self.is_bare and self.param != "weight" else "bias"
 
     @property
@@ -261,7 +262,7 @@ class Attend(Op):
     cache: int = 0
     cache_rows: Sum | None = None
     latent: int = 0
-    kv_heads_inferred: bool = False  # a user's spec names none: from the widths of its projections, which a note tells
+    kv_heads_inferred: bool = False  # from the widths of the projections if a user's spec has none; a note says so
 
 
 @frozen(kw_only=True)
@@ -311,7 +312,7 @@ class Stage(Value):
     layers: tuple[Chain, ...]
     repeated: bool
     stream: str
-    group: str  # vision, projector or language: the word that --freeze knows it by
+    group: Group  # vision, projector or language: the word that --freeze knows it by
     checkpoint: bool
     dead: tuple[bool, ...]  # per layer: computed, but its output is never used
     reads: tuple[str, tuple[int, ...]] | None  # (stage path, layer whose output layer j of this one reads)

@@ -11,7 +11,7 @@ from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.files import open_regular, read_path
 
 _NO_SIZE = {0xC4, 0xC8, 0xCC}  # JPEG: of 0xC0 to 0xCF, those that begin no frame
-# A JPEG file's frame comes after at most so many segments, and so many bytes that are none.
+# The most segments, and the most other bytes, that may come before the frame of a JPEG file.
 _MOST_SEGMENTS = 10_000
 _MOST_FILL = 65_536
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height, as loaders apply them
@@ -79,7 +79,7 @@ def _read_jpeg(file: BinaryIO) -> tuple[int, int] | None:
         if not byte or fill >= _MOST_FILL:
             return None
         marker = byte[0]
-        if marker == 0x01 or 0xD0 <= marker <= 0xD9:  # no data behind these
+        if marker == 0x01 or 0xD0 <= marker <= 0xD9:  # no data after these
             continue
         length = unpack(">H", file.read(2))[0]
         data = file.read(max(0, length - 2))

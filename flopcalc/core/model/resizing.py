@@ -26,9 +26,9 @@ def smart_resize(
     counted: int | None = None,
     checks_aspect: bool = True,
 ) -> tuple[int, int]:
-    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows.
+    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as well as that allows.
 
-    Some processors count an image as a video of so many `frames` against the limits; of a video's frames, `counted`
+    Some processors count an image as a video of `frames` frames against the limits; of a video's frames, `counted`
     are held against them, which may be one fewer or more.
     """
     counted = frames if counted is None else counted
@@ -61,7 +61,7 @@ def _grid(height: int, width: int, values: Values) -> Grid:
 
 
 def _smart(width: int, height: int, values: Values) -> Grid:
-    """Qwen's rule; `frames` counts an image as so many, `small` says how one smaller than a token grows first."""
+    """Qwen's rule; an image counts as `frames` frames, `small` says how one smaller than a token grows first."""
     factor, small = values["patch"] * values["merge"], values.get("small", "no")
     least, most = _whole(values, "min_pixels"), _whole(values, "max_pixels")
     given = f"{width}x{height}"
@@ -105,7 +105,7 @@ def _longest_edge(width: int, height: int, values: Values) -> Grid:
 
 
 def _navit(width: int, height: int, values: Values) -> Grid:
-    """Kimi: never enlarged; within so many patches in all and a side, then padded to whole tokens."""
+    """Kimi: never enlarged; within a limit of patches in all and per side, then padded to whole tokens."""
     patch = values["patch"]
     most = _whole(values, "size.max_height") * patch
     count = max(1.0, height // patch) * max(1.0, width // patch)
@@ -117,7 +117,7 @@ def _navit(width: int, height: int, values: Values) -> Grid:
 
 
 def _token_limit(width: int, height: int, values: Values) -> Grid:
-    """Kimi-VL: shrunk to so many patches, then both sides down to whole tokens, or padded up to them if it says so."""
+    """Kimi-VL: shrunk to a patch limit, then both sides down to whole tokens, or padded up to them if it says so."""
     patch, merge, most = values["patch"], values["merge"], _whole(values, "in_token_limit")
     count = (width // patch) * (height // patch)
     if count > most:
@@ -334,7 +334,7 @@ def _multiples(width: int, height: int, values: Values) -> Grid:
 
 
 def _limited(width: int, height: int, values: Values) -> Grid:
-    """PP-OCR: the longer side at most, or the shorter at least, so many pixels; both to the nearest multiple of 32."""
+    """PP-OCR: limits the longer side from above, or the shorter from below; both to the nearest multiple of 32."""
     if values["do_resize"]:
         limit, kind, most = _whole(values, "limit_side_len"), values["limit_type"], values["max_side_limit"]
         if kind not in ("max", "min", "resize_long"):

@@ -1,4 +1,4 @@
-"""Sizes that a spec's expressions have under a config, and errors that name the keys behind them."""
+"""Sizes that a spec's expressions have under a config, and errors that name the config's keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
 
 
 def format_origin(dims: BoundDims, *texts: str) -> str:
-    """' (hidden_size is '4096')': the config's keys behind expressions, for an error that names them."""
+    """' (hidden_size is '4096')': the config's keys that expressions read, for an error that names them."""
     names = [name for name in _list_keys(dims, *texts) if find_key(dims.config, name)[0]]
     shown = [f"{key} is {format_value(find_key(dims.config, key)[1])}" for key in names]
     return f" ({', '.join(shown)})" if shown else ""

@@ -19,7 +19,7 @@ def _anyres(width: int, height: int, values: Values) -> Grid:
     """LLaVA-NeXT: the rectangle of tiles that wastes least, and the whole image as one tile before it.
 
     h, w are the rows and columns of features that remain when the rectangle's padding is cut off, and when
-    LLaVA-OneVision then shrinks them to so many tiles' worth ('anyres_max_9').
+    LLaVA-OneVision then shrinks them to that number of tiles ('anyres_max_9').
     """
     tile, side = values["tile"], values["side"]
     if values.get("only_single") and values["images"] > 1:
@@ -129,7 +129,7 @@ def _whole_and_canvas(width: int, height: int, values: Values) -> Grid:
     """DeepSeek-OCR 2, Unlimited-OCR: the whole image as a square, and tiles of a canvas if it is larger than one.
 
     t is 1 and the tiles, h the patches per side of the whole, w the rows of tiles (1 without). The tiles' side is a
-    constant of the spec, for the grid has no place for it.
+    constant of the spec, because the grid cannot hold it.
     """
     tile, patch = values["tile_size"], values["patch"]
     if tile != values["tile"]:

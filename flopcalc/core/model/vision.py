@@ -38,7 +38,7 @@ class Vision(Value):
 
     @property
     def has_pixel_limit(self) -> bool:
-        """Whether the processor holds an image within so many pixels."""
+        """Whether the processor has a limit of pixels."""
         table = self.dims.spec.vision if self.dims is not None else {}
         if "pixels" in table:
             return any("max_pixels" in keys.split(" or ") for keys in table["pixels"])
@@ -57,7 +57,7 @@ class Vision(Value):
                 )
             return grid
         if self.kind == "tiles":
-            return grid if t else (1, 0, 0)  # pixel_values alone say how many tiles, not how they lie
+            return grid if t else (1, 0, 0)  # pixel_values alone say how many tiles, not in which grid
         if t < 1 or h < 1 or w < 1:
             raise WorkloadError("pixel_values without image_grid_thw: this model needs the grid of each image")
         if min(h, w) < self.least:
@@ -154,7 +154,7 @@ class Vision(Value):
     def grid_of_pixels(
         self, width: int, height: int, preprocessor: dict[str, object] | None, images: int = 1
     ) -> tuple[Grid, list[str]]:
-        """The grid of an image of so many pixels after the processor's resize, and notes on assumed limits.
+        """The grid of an image of this size after the processor's resize, and notes on assumed limits.
 
         `images`: how many there are in its sample; some processors cut only an image that is alone.
         """
@@ -179,7 +179,7 @@ class Vision(Value):
                 f"preprocessor_config.json: patch_size {patch} and merge_size {merge} do not fit the model's "
                 f"{self.patch} and {self.merge}"
             )
-        from flopcalc.core.model.resizing import smart_resize  # only where pixels are given: start-up is counted
+        from flopcalc.core.model.resizing import smart_resize  # imported lazily: few inputs are in pixels
 
         new_height, new_width = smart_resize(height, width, patch * merge, least, most)
         return (1, new_height // patch, new_width // patch), notes
@@ -252,7 +252,7 @@ def _apply_rule(
         found_values = [value for _, value in (find_key(preprocessor or {}, key) for key in names) if value is not None]
         values[names[0]] = found_values[0] if found_values else dims.evaluate(str(text))
     note = "no preprocessor_config.json given: images cut as the processor class's defaults say"
-    from flopcalc.core.model.resizing import RULES  # only where pixels are given: start-up is counted
+    from flopcalc.core.model.resizing import RULES  # imported lazily: few inputs are in pixels
 
     if name not in RULES:
         raise SpecError(f"{dims.spec.file}: [vision.pixels] rule {name!r} unknown.{format_nearest(name, RULES)}")

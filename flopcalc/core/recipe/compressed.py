@@ -8,7 +8,7 @@ from typing import Any
 
 from flopcalc.base.errors import format_value
 from flopcalc.base.units import is_digits
-from flopcalc.core.recipe.formats import Stored
+from flopcalc.core.recipe.formats import StoredFormat
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
     WITH_HEAD,
@@ -16,7 +16,7 @@ from flopcalc.core.recipe.quantization import (
     Kind,
     Pattern,
     Quantization,
-    Rule,
+    QuantizationRule,
     make_stored,
 )
 
@@ -43,12 +43,12 @@ def read_compressed(keys: Keys) -> Quantization:
     sparse = keys.take("sparsity_config", Mapping) or {}
     if sparse.get("format", "dense") not in ("dense", None):
         keys.fail("sparsity_config", f"has format {format_value(sparse.get('format'))}: sparse weights are not read")
-    rules: list[Rule] = []
+    rules: list[QuantizationRule] = []
     ignored = keys.take_names("ignore") or ()
     if ignored:
         rules += _match_targets(keys, "ignore", ignored, None)
-    named: list[Rule] = []
-    classes: list[Rule] = []
+    named: list[QuantizationRule] = []
+    classes: list[QuantizationRule] = []
     groups = keys.take("config_groups", Mapping) or {}
     for label, group in groups.items():
         own = keys.enter("config_groups", group, f"config_groups.{label}")
@@ -78,17 +78,17 @@ def _read_format(keys: Keys) -> str:
 _CLASSES: dict[str, tuple[Kind, ...]] = {"Linear": WITH_HEAD, "Embedding": ("embed",)}
 
 
-def _match_targets(keys: Keys, key: str, names: tuple[str, ...], stored: Stored | None) -> list[Rule]:
+def _match_targets(keys: Keys, key: str, names: tuple[str, ...], stored: StoredFormat | None) -> list[QuantizationRule]:
     """Names, classes and regular expressions ('re:…') of modules."""
-    rules = [Rule(stored, _CLASSES[name]) for name in names if name in _CLASSES]
+    rules = [QuantizationRule(stored, _CLASSES[name]) for name in names if name in _CLASSES]
     patterns = keys.compile(key, [name[3:] for name in names if name.startswith("re:")], "regex")
     patterns += [Pattern(name, "name") for name in names if name not in _CLASSES and not name.startswith("re:")]
     if patterns:
-        rules.append(Rule(stored, WITH_HEAD if stored is not None else ALL_KINDS, tuple(patterns)))
+        rules.append(QuantizationRule(stored, WITH_HEAD if stored is not None else ALL_KINDS, tuple(patterns)))
     return rules
 
 
-def _read_scheme(keys: Keys, format_: str) -> Stored | None:
+def _read_scheme(keys: Keys, format_: str) -> StoredFormat | None:
     """One group's weights, and its activations, which say what the product is computed in."""
     weights, inputs = (keys.take(key, Mapping) for key in ("weights", "input_activations"))
     if weights is None and inputs is None:
@@ -114,7 +114,7 @@ def _read_scheme(keys: Keys, format_: str) -> Stored | None:
     name = f"{'fp' if kind == 'float' else 'int'}{bits}"
     is_packed = kind == "int" and "pack" in format_
     has_static_inputs = inputs is not None and not inputs.get("dynamic", False)  # with one scale of 16 bits
-    stored = Stored(
+    stored = StoredFormat(
         name, bits if is_packed else 8, scale_bits=16, zero_bits=0 if symmetric else bits if is_packed else 8,
         tensor_bits=128 * is_packed + 16 * has_static_inputs, index_bits=index, key=key, **changes,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def _read_scheme(keys: Keys, format_: str) -> Stored | None:
 
 def _make_small_float(
     keys: Keys, format_: str, bits: int, strategy: str, size: int, changes: dict[str, Any], is_cast: bool
-) -> Stored:
+) -> StoredFormat:
     """nvfp4 in groups of 16, or an MX format in groups of 32."""
     is_nvidia = bits == 4 and (strategy == "tensor_group" or size == 16 or "nvfp4" in format_)
     name = "nvfp4" if is_nvidia else f"mxfp{bits}"

@@ -1,4 +1,4 @@
-"""How weights lie in memory, with their scales: data, and bytes."""
+"""How weights are stored, with their scales: data, and bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _GROUP = r"(.+)-g(\d+)"
 
 
 @frozen()
-class Stored(Value):
-    """How a weight lies in memory: its numbers, and the scales and zero points that they share."""
+class StoredFormat(Value):
+    """How a weight is stored: its numbers, and the scales and zero points that they share."""
 
     name: str
     bits: int | Fraction = 16
@@ -69,30 +69,30 @@ def _to_bytes(bits: int | Fraction) -> int:
     return int(-(-bits // 8))
 
 
-BF16 = Stored(PLAIN)
+BF16 = StoredFormat(PLAIN)
 
 
 @cache
-def load_stored() -> dict[str, Stored]:
+def load_stored() -> dict[str, StoredFormat]:
     """Formats of weights that have scales."""
     return {name: _read_stored(name, entry) for name, entry in load_tables()["stored"].items()}
 
 
-def _read_stored(name: str, entry: dict[str, Any]) -> Stored:
+def _read_stored(name: str, entry: dict[str, Any]) -> StoredFormat:
     outputs, inputs = entry.get("block", (0, 0))
     kept = {key: value for key, value in entry.items() if key != "block"}
-    return Stored(name, outputs=outputs, inputs=inputs, key="the block", **kept)
+    return StoredFormat(name, outputs=outputs, inputs=inputs, key="the block", **kept)
 
 
-def make_plain(name: str) -> Stored:
+def make_plain(name: str) -> StoredFormat:
     """Plain numbers of a format, without scales."""
     if name == PLAIN:  # without reading the file
         return BF16
     found = find_computed(find_computed(name).stored)
-    return Stored(found.name, found.bits)
+    return StoredFormat(found.name, found.bits)
 
 
-def parse_stored(value: object, what: str) -> Stored:
+def parse_stored(value: object, what: str) -> StoredFormat:
     """How a word stores weights: plain (bf16, fp32), with scales (fp8, nf4), or with groups of a size (int4-g64)."""
     text = name_format(value)
     (computed, aliases), stored = load_computed(), load_stored()

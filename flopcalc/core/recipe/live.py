@@ -9,8 +9,8 @@ from typing import Any
 from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.number_formats import PLAIN, parse_compute
 from flopcalc.base.vocabulary import Recompute
-from flopcalc.core.recipe.formats import Stored, load_stored, make_plain
-from flopcalc.core.recipe.numbers import Live
+from flopcalc.core.recipe.formats import StoredFormat, load_stored, make_plain
+from flopcalc.core.recipe.numbers import LiveFormats
 from flopcalc.core.recipe.recipe import Adapter, Recipe
 
 _SCALES = ("_scale_inv", ".activation_scale")  # parameters of transformers' fp8 modules that are no weights
@@ -68,18 +68,18 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
 
 
 def _count_elements(parameter: Any) -> int:
-    """Elements of a parameter; bitsandbytes packs two of them into one, and keeps the true shape beside."""
+    """Elements of a parameter; bitsandbytes packs two of them into one, and keeps the true shape separately."""
     state = getattr(parameter, "quant_state", None)
     shape = getattr(state, "shape", None)
     return math.prod(shape) if shape is not None else int(parameter.numel())
 
 
-def read_formats(model: Any, *, are_said: bool = False) -> Live:
+def read_formats(model: Any, *, are_said: bool = False) -> LiveFormats:
     """The formats of a live model's parameters; bitsandbytes and torchao are known by the names of their classes.
 
     `are_said`: the user says how linear layers are stored, so a kind of tensor that is not known is no error.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredFormat] = {}
     sizes: dict[str, int] = {}
     adapter = ""
     modules = dict(model.named_modules())
@@ -96,10 +96,10 @@ def read_formats(model: Any, *, are_said: bool = False) -> Live:
             sizes[stored.name] = sizes.get(stored.name, 0) + int(parameter.numel())
     plain = max(sizes, key=lambda name: sizes[name], default=PLAIN)
     own = make_plain(plain)
-    return Live(plain, {name: stored for name, stored in found.items() if stored != own}, adapter)
+    return LiveFormats(plain, {name: stored for name, stored in found.items() if stored != own}, adapter)
 
 
-def _find_stored(module: object, parameter: Any, name: str, are_said: bool) -> Stored:
+def _find_stored(module: object, parameter: Any, name: str, are_said: bool) -> StoredFormat:
     kind, holder = type(parameter).__name__, type(module).__name__
     if kind == "Params4bit":
         return _read_4bit(module, parameter, name)
@@ -139,12 +139,12 @@ def _name_torchao(parameter: object, kind: str) -> str:
     return _TORCHAO.get(kind, "")
 
 
-def _read_torchao(parameter: Any, known: str) -> Stored:
+def _read_torchao(parameter: Any, known: str) -> StoredFormat:
     """A torchao tensor's block and scales; its product is computed narrow only where activations are cast as well."""
     stored = load_stored()[known]
     if known == "nf4-double":
         return replace(stored, flat=int(parameter.block_size))
-    # int4 is dequantized, and so is what lies unpacked in int8: its activations are only rounded.
+    # int4 is dequantized, and so are weights unpacked to int8: their activations are only rounded.
     is_plain = known == "int4" or type(parameter).__name__ == "IntxUnpackedToInt8Tensor"
     is_cast = any(getattr(parameter, name, None) is not None for name in _ACTIVATIONS) and not is_plain
     compute = _COMPUTED.get(known, stored.compute or known) if is_cast else ""
@@ -158,7 +158,7 @@ def _read_torchao(parameter: Any, known: str) -> Stored:
     )  # fmt: skip
 
 
-def _read_4bit(module: object, parameter: object, name: str) -> Stored:
+def _read_4bit(module: object, parameter: object, name: str) -> StoredFormat:
     """bitsandbytes' nf4 and fp4, with or without double quantization."""
     word = str(getattr(parameter, "quant_type", "fp4"))
     is_double = bool(getattr(parameter, "compress_statistics", False))

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN, find_computed, parse_compute
+from flopcalc.base.vocabulary import Group
 from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
 from flopcalc.core.recipe.float32 import list_float32
-from flopcalc.core.recipe.formats import BF16, Stored, load_stored, make_plain, parse_stored
-from flopcalc.core.recipe.quantization import Kind, Place, Quantization, has_quantization, say_by_hand
+from flopcalc.core.recipe.formats import BF16, StoredFormat, load_stored, make_plain, parse_stored
+from flopcalc.core.recipe.quantization import Kind, ModulePlace, Quantization, has_quantization, say_by_hand
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 
@@ -22,18 +23,18 @@ _HALF = ("bf16", "fp16")
 ASSUMED = "assumed, for nothing says it"  # a value of the JSON: programs may compare it
 
 
-class Numbers(NamedTuple):
+class OpFormats(NamedTuple):
     """Formats of one op: of its weight, of everything else it holds, of its adapter, and of their products."""
 
-    weight: Stored = BF16
+    weight: StoredFormat = BF16
     plain: str = PLAIN  # bias, norms, tables: the model's own
     compute: str = PLAIN
     gradient: str = PLAIN  # of the products of its gradients
-    adapter: str = "fp32"  # as PEFT keeps it beside a half-precision model
+    adapter: str = "fp32"  # PEFT's default with a half-precision model
     adapter_compute: str = PLAIN
 
 
-PLAIN_NUMBERS = Numbers()
+PLAIN_NUMBERS = OpFormats()
 
 
 @frozen()
@@ -41,11 +42,11 @@ class Formats(Value):
     """What a model's numbers are: its own format, what products are computed in, and what is stored otherwise."""
 
     # Of a live model: a weight's name -> how it is stored, where that is not the model's own format.
-    live: Mapping[str, Stored]
-    model: str = PLAIN  # of all weights that nothing else is said of
+    live: Mapping[str, StoredFormat]
+    model: str = PLAIN  # of all weights that have no format of their own
     compute: str = ""  # given for all products; a narrow one for linear layers alone
     autocast: str = ""
-    weights: Stored | None = None  # given for linear layers of the language model
+    weights: StoredFormat | None = None  # given for linear layers of the language model
     quantization: Quantization | None = None
     adapter: str = ""  # of LoRA's matrices; empty: no adapters
     cache: str = ""  # of keys and values; empty: as computed
@@ -91,7 +92,7 @@ class Formats(Value):
 
     @property
     def _rest(self) -> str:
-        """What is computed in the model's own format; beside a narrow one, never in more than 16 bits."""
+        """What is computed in the model's own format; with a narrow one, never in more than 16 bits."""
         return PLAIN if self.compute and self.model not in _HALF else self.model
 
     def with_compute(self, compute: str) -> Formats:
@@ -106,16 +107,16 @@ class Formats(Value):
             return self.compute
         return self.autocast or self.adapter or self._rest
 
-    def resolve(self, op: Op, path: str, group: str = "language") -> Numbers:
+    def resolve(self, op: Op, path: str, group: Group = "language") -> OpFormats:
         """The formats of an op whose module is `path`, in the part of the model that `group` names."""
         stored = self._find_stored(op, path, group)
         compute, gradient = self._find_compute(op, stored)
         plain = "fp32" if isinstance(op, Weighted) and self._is_kept(op, path, op.bias_name) else self.model
-        return Numbers(
+        return OpFormats(
             stored or make_plain(self.model), plain, compute, gradient, self.adapter or "fp32", self._compute_adapter()
         )
 
-    def _find_compute(self, op: Op, stored: Stored | None) -> tuple[str, str]:
+    def _find_compute(self, op: Op, stored: StoredFormat | None) -> tuple[str, str]:
         if self.casts and op.float32:
             name = "fp32" if op.float32 == "always" else self.autocast or "fp32"
             return name, name
@@ -136,7 +137,7 @@ class Formats(Value):
             found = self.autocast or found
         return found, model if stored.gradient == "model" else stored.gradient or found
 
-    def _find_stored(self, op: Op, path: str, group: str) -> Stored | None:
+    def _find_stored(self, op: Op, path: str, group: Group) -> StoredFormat | None:
         """How a weight is stored; None: as the rest of the model."""
         if not isinstance(op, Weighted):
             return None
@@ -148,7 +149,7 @@ class Formats(Value):
         if self.weights is not None:
             found = self.weights if _is_inner(op) and group == "language" else None
         elif self.quantization is not None and not op.tied:
-            found = self.quantization.find(Place(_list_names(op, path), kind, group))
+            found = self.quantization.find(ModulePlace(_list_names(op, path), kind, group))
         if found is not None and found.is_quantized:
             n_out, n_in = find_sizes(op)
             problem = found.find_problem(n_out, n_in)
@@ -251,16 +252,16 @@ class FormatOptions(Value):
     autocast: object = None  # True: to bf16
 
 
-class Live(NamedTuple):
+class LiveFormats(NamedTuple):
     """Formats read from a live model: its own, weights that are stored otherwise, and its adapters'."""
 
     model: str
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredFormat]
     adapter: str = ""
 
 
 def make_formats(
-    config: Mapping[str, object], where: str, recipe: Recipe, asked: FormatOptions, live: Live | None = None,
+    config: Mapping[str, object], where: str, recipe: Recipe, asked: FormatOptions, live: LiveFormats | None = None,
     casts: bool = False,
 ) -> Formats:  # fmt: skip
     """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any.
@@ -277,7 +278,7 @@ def make_formats(
     weights = None if asked.weights is None else parse_stored(asked.weights, "weights")
     quantization = None
     if weights is None and live is None and has_quantization(config):
-        from flopcalc.core.recipe.quantizers import read_quantization  # few configs need it, and start-up is counted
+        from flopcalc.core.recipe.quantizers import read_quantization  # imported lazily: few configs need it
 
         quantization = read_quantization(config, where)
     model, source = _find_model(config, where, compute, weights, live)
@@ -285,7 +286,7 @@ def make_formats(
         weights = None  # it is the whole model's
     elif weights is not None:
         source = f"weights as asked; the rest {source}"
-    cache_format = "" if asked.kv_cache is None else parse_compute(asked.kv_cache, "kv_cache")
+    cache_format: str = "" if asked.kv_cache is None else parse_compute(asked.kv_cache, "kv_cache")
     if not cache_format and quantization is not None:
         cache_format = quantization.kv_cache
     adapter = ""
@@ -304,7 +305,7 @@ def make_formats(
 
 
 def _find_model(
-    config: Mapping[str, Any], where: str, compute: str, weights: Stored | None, live: Live | None
+    config: Mapping[str, Any], where: str, compute: str, weights: StoredFormat | None, live: LiveFormats | None
 ) -> tuple[str, str]:
     """The model's own format, and what said so."""
     if weights is not None and not weights.is_quantized:

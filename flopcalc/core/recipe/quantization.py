@@ -13,7 +13,8 @@ from flopcalc.base.errors import ConfigError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.patterns import is_costly
 from flopcalc.base.spelling import spell
-from flopcalc.core.recipe.formats import Stored, load_stored
+from flopcalc.base.vocabulary import Group
+from flopcalc.core.recipe.formats import StoredFormat, load_stored
 
 
 def say_by_hand() -> str:
@@ -33,24 +34,24 @@ MAX_PATTERNS = 20_000
 MAX_REPEATS = 5
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """A module that a rule is asked about: its names, as this model and as older checkpoints spell them."""
 
     names: tuple[str, ...]
     kind: Kind
-    group: str = "language"  # or the tower that it belongs to
+    group: Group = "language"  # or the tower that it belongs to
 
 
 @frozen()
-class Rule(Value):
+class QuantizationRule(Value):
     """How the weights are stored of the modules that match: by kind and, where there are patterns, by name too."""
 
-    stored: Stored | None  # None: left as they are
+    stored: StoredFormat | None  # None: left as they are
     kinds: tuple[Kind, ...] = ("linear", "expert")
     patterns: tuple[Pattern, ...] = ()
     is_language: bool = False  # layers of the language model alone
 
-    def fits(self, place: Place) -> bool:
+    def fits(self, place: ModulePlace) -> bool:
         kind = "linear" if place.kind == "subclass" and "subclass" not in self.kinds else place.kind
         if kind not in self.kinds or (self.is_language and place.group != "language"):
             return False
@@ -86,11 +87,11 @@ class Quantization(Value):
     """What a quantization_config says: rules for weights, the cache's format, and what is worth saying."""
 
     method: str
-    rules: tuple[Rule, ...]
+    rules: tuple[QuantizationRule, ...]
     kv_cache: str = ""
     notes: tuple[str, ...] = ()
 
-    def find(self, place: Place) -> Stored | None:
+    def find(self, place: ModulePlace) -> StoredFormat | None:
         """How a module's weight is stored; None: as the rest of the model."""
         return next((rule.stored for rule in self.rules if rule.fits(place)), None)
 
@@ -215,13 +216,13 @@ def has_quantization(config: Mapping[str, object]) -> bool:
     )
 
 
-def make_stored(word: str, key: str = "", /, **changes: Any) -> Stored:
+def make_stored(word: str, key: str = "", /, **changes: Any) -> StoredFormat:
     """A format of the file with some of its fields changed; `key` is what said so."""
     return replace(load_stored()[word], key=key, **changes)
 
 
-def make_grouped(keys: Keys, name: str, size: int, key: str = "group_size", **changes: object) -> Stored:
-    """A format with groups of so many inputs; -1: all of a row."""
+def make_grouped(keys: Keys, name: str, size: int, key: str = "group_size", **changes: object) -> StoredFormat:
+    """A format with groups of this many inputs; -1: all of a row."""
     if size != -1 and size < 1:
         keys.fail(key, f"is {size}; it is a number of inputs, or -1 for all")
     if size == -1:
@@ -229,14 +230,14 @@ def make_grouped(keys: Keys, name: str, size: int, key: str = "group_size", **ch
     return make_stored(name, f"{keys.name}.{key}", inputs=size, **{"name": f"{name}-g{size}", **changes})
 
 
-def exclude(keys: Keys, *names: str, adds_head: bool = False) -> list[Rule]:
+def exclude(keys: Keys, *names: str, adds_head: bool = False) -> list[QuantizationRule]:
     """transformers' list of modules that stay as they are; without one, the output head does."""
     given = [found for key in names if (found := keys.take_names(key)) is not None]
     if len(given) > 1 and given[0] != given[1]:
         keys.fail(names[0], f"and {names[1]} contradict each other")
     rules = []
     if not given or adds_head:
-        rules.append(Rule(None, ("head",)))
+        rules.append(QuantizationRule(None, ("head",)))
     if given and given[0]:
-        rules.append(Rule(None, ALL_KINDS, tuple(keys.compile(names[0], given[0], "hf"))))
+        rules.append(QuantizationRule(None, ALL_KINDS, tuple(keys.compile(names[0], given[0], "hf"))))
     return rules

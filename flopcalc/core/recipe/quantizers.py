@@ -14,7 +14,7 @@ from flopcalc.base.errors import ConfigError, RecipeError, format_nearest, forma
 from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.core.recipe.compressed import read_cache, read_compressed
 from flopcalc.core.recipe.float32 import list_unconverted
-from flopcalc.core.recipe.formats import Stored
+from flopcalc.core.recipe.formats import StoredFormat
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
     WITH_HEAD,
@@ -22,7 +22,7 @@ from flopcalc.core.recipe.quantization import (
     Kind,
     Pattern,
     Quantization,
-    Rule,
+    QuantizationRule,
     exclude,
     find_config,
     make_grouped,
@@ -77,21 +77,21 @@ def read_quantization(config: Mapping[str, object], where: str) -> Quantization 
 
 def _leave_out(found: Quantization, config: Mapping[str, object]) -> Quantization:
     """Modules that the quantizers of transformers pass over without being told."""
-    rules: list[Rule] = []
+    rules: list[QuantizationRule] = []
     notes = found.notes
     if found.method in _SKIP_FLOAT32 and (names := list_unconverted(config)):
-        rules.append(Rule(None, ALL_KINDS, tuple(Pattern(name, "hf") for name in names)))
+        rules.append(QuantizationRule(None, ALL_KINDS, tuple(Pattern(name, "hf") for name in names)))
     if found.method in _EXACT:
-        rules.append(Rule(None, ("subclass",)))
+        rules.append(QuantizationRule(None, ("subclass",)))
     if config.get("model_type") in _CONV1D and found.method in _LINEAR_ALONE:
-        rules.append(Rule(None, ("linear",)))
+        rules.append(QuantizationRule(None, ("linear",)))
         notes += (f"{found.method} converts torch.nn.Linear alone: this model's layers are Conv1D and stay plain",)
     return replace(found, rules=(*rules, *found.rules), notes=notes) if rules else found
 
 
 def _split_experts(found: Quantization) -> Quantization:
     """transformers makes linears of Llama 4's experts before it quantizes (quantizers/base.py)."""
-    rules = (*found.rules, Rule(found.rules[-1].stored, ("expert",)))
+    rules = (*found.rules, QuantizationRule(found.rules[-1].stored, ("expert",)))
     return replace(found, rules=rules, notes=tuple(note for note in found.notes if "experts" not in note))
 
 
@@ -125,8 +125,8 @@ def _read_fp8(keys: Keys) -> Quantization:
     rules = exclude(keys, "modules_to_not_convert", "ignored_layers")
     more = keys.take_names("modules_to_convert")
     if more:
-        rules.append(Rule(stored, ("embed", "head"), tuple(keys.compile("modules_to_convert", more, "hf"))))
-    rules += [Rule(expert, ("expert",)), Rule(stored, ("linear", "head"))]
+        rules.append(QuantizationRule(stored, ("embed", "head"), tuple(keys.compile("modules_to_convert", more, "hf"))))
+    rules += [QuantizationRule(expert, ("expert",)), QuantizationRule(stored, ("linear", "head"))]
     return Quantization("fp8", tuple(rules), read_cache(keys))
 
 
@@ -135,7 +135,7 @@ def _read_block_format(name: str) -> Callable[[Keys], Quantization]:
 
     def read(keys: Keys) -> Quantization:
         rules = exclude(keys, "modules_to_not_convert")
-        return Quantization(name, (*rules, Rule(make_stored(name), ("linear", "head"))))
+        return Quantization(name, (*rules, QuantizationRule(make_stored(name), ("linear", "head"))))
 
     return read
 
@@ -143,19 +143,21 @@ def _read_block_format(name: str) -> Callable[[Keys], Quantization]:
 def _read_fbgemm(keys: Keys) -> Quantization:
     keys.skip("activation_scale_ub")
     rules = exclude(keys, "modules_to_not_convert")
-    return Quantization("fbgemm_fp8", (*rules, Rule(make_stored("fp8", outputs=1, tensor_bits=32), ("linear", "head"))))
+    return Quantization(
+        "fbgemm_fp8", (*rules, QuantizationRule(make_stored("fp8", outputs=1, tensor_bits=32), ("linear", "head")))
+    )
 
 
 def _read_mxfp4(keys: Keys) -> Quantization:
     rules = exclude(keys, "modules_to_not_convert")
-    return Quantization("mxfp4", (*rules, Rule(make_stored("mxfp4"), ("expert",))))
+    return Quantization("mxfp4", (*rules, QuantizationRule(make_stored("mxfp4"), ("expert",))))
 
 
 # --- integers, by weight alone ----------------------------------------------------------------------------------------
 def _read_awq(keys: Keys) -> Quantization:
     bits = keys.choose(keys.pick("w_bit", "bits"), (4,), 4)
     size = keys.take(keys.pick("q_group_size", "group_size"), int, 128)
-    keys.take("zero_point", bool, True)  # zero points lie there either way
+    keys.take("zero_point", bool, True)  # zero points are stored either way
     for key in ("version", "format"):
         keys.choose(key, ("gemm", "gemv", "gemv_fast", "llm-awq", "exllama", "ipex"), "gemm")
     keys.skip(
@@ -163,7 +165,7 @@ def _read_awq(keys: Keys) -> Quantization:
         "true_sequential", "damp_percent", "dataset", "tokenizer", "checkpoint_format", *_TRAINING,
     )  # fmt: skip
     rules = exclude(keys, "modules_to_not_convert", adds_head=True)
-    return Quantization("awq", (*rules, Rule(make_grouped(keys, f"int{bits}", size))))
+    return Quantization("awq", (*rules, QuantizationRule(make_grouped(keys, f"int{bits}", size))))
 
 
 # Of making the weights, not of storing them.
@@ -188,32 +190,32 @@ def _read_gptq(keys: Keys) -> Quantization:
     for key in ("format", "checkpoint_format"):
         keys.choose(key, ("gptq", "gptq_v2"), "gptq")
     stored = _make_gptq(keys, bits, size)
-    rules: list[Rule] = []
+    rules: list[QuantizationRule] = []
     for text, changes in (keys.take("dynamic", Mapping) or {}).items():
         patterns = tuple(keys.compile("dynamic", [text[2:] if text[:2] in ("-:", "+:") else text], "regex"))
         if text.startswith("-:"):
-            rules.append(Rule(None, WITH_HEAD, patterns))
+            rules.append(QuantizationRule(None, WITH_HEAD, patterns))
             continue
         own = keys.enter("dynamic", changes, f"dynamic[{text!r}]")
         own.skip("desc_act", "sym", "damp_percent", "mse", "act_group_aware", "static_groups")
         some = _make_gptq(own, own.choose("bits", (2, 3, 4, 8), bits), own.take("group_size", int, size))
         own.finish()
-        rules.append(Rule(some, WITH_HEAD, patterns))
+        rules.append(QuantizationRule(some, WITH_HEAD, patterns))
     inside = keys.take("modules_in_block_to_quantize", (list, tuple))
     excluded = exclude(keys, "modules_to_not_convert")
     has_head = keys.take("lm_head", bool, False)
     kinds: tuple[Kind, ...] = WITH_HEAD if has_head else ("linear", "expert")
     rules += [rule for rule in excluded if not (has_head and rule.kinds == ("head",))]
     if inside is None:
-        return Quantization("gptq", (*rules, Rule(stored, kinds, is_language=True)))
+        return Quantization("gptq", (*rules, QuantizationRule(stored, kinds, is_language=True)))
     names = [name for entry in inside for name in (entry if isinstance(entry, (list, tuple)) else (entry,))]
     if not all(isinstance(name, str) for name in names):
         keys.fail("modules_in_block_to_quantize", f"is {format_value(inside)}; it is names, or lists of names")
     patterns = tuple(keys.compile("modules_in_block_to_quantize", names, "name"))
-    return Quantization("gptq", (*rules, Rule(stored, kinds, patterns, is_language=True)))
+    return Quantization("gptq", (*rules, QuantizationRule(stored, kinds, patterns, is_language=True)))
 
 
-def _make_gptq(keys: Keys, bits: int, size: int) -> Stored:
+def _make_gptq(keys: Keys, bits: int, size: int) -> StoredFormat:
     """Packed numbers and zero points, fp16 scales, and the group of every input."""
     name = f"int{bits}"
     return make_grouped(keys, name, size, bits=bits, scale_bits=16, zero_bits=bits, index_bits=32)
@@ -236,7 +238,7 @@ def _read_auto_round(keys: Keys) -> Quantization:
     )  # fmt: skip
     has_head = keys.take("quant_lm_head", bool, False)
     is_awq = packing.endswith("awq")
-    make: Callable[[Keys, int, int], Stored] = _make_gptq
+    make: Callable[[Keys, int, int], StoredFormat] = _make_gptq
     if is_awq:
         make = lambda own, each, many: make_grouped(own, f"int{each}", many)  # noqa: E731
     rules = []
@@ -249,11 +251,11 @@ def _read_auto_round(keys: Keys) -> Quantization:
         own.finish()
         # A name, or a regular expression for whole names.
         patterns = (Pattern(name, "name"), *keys.compile("extra_config", [f"(?:{name})$"], "regex"))
-        rules.append(Rule(some, WITH_HEAD, patterns))
+        rules.append(QuantizationRule(some, WITH_HEAD, patterns))
     rules += [rule for rule in exclude(keys, "modules_to_not_convert") if not (has_head and rule.kinds == ("head",))]
     stored = make(keys, bits, size)
     kinds = WITH_HEAD if has_head else ("linear", "expert")
-    return Quantization("auto-round", (*rules, Rule(stored, kinds, is_language=True)), kv_cache)
+    return Quantization("auto-round", (*rules, QuantizationRule(stored, kinds, is_language=True)), kv_cache)
 
 
 def _check_auto_round(keys: Keys, is_plain: bool = False) -> None:
@@ -306,14 +308,16 @@ def _read_bitsandbytes(keys: Keys) -> Quantization:
         # int8 products forward, the dequantized weight backward; a float32 scale per output.
         stored = make_stored("int8", compute="int8", gradient="model", scale_bits=32)
     rules = exclude(keys, "llm_int8_skip_modules")
-    return Quantization("bitsandbytes", (*rules, Rule(stored, ("linear", "head"))), notes=tuple(notes))
+    return Quantization("bitsandbytes", (*rules, QuantizationRule(stored, ("linear", "head"))), notes=tuple(notes))
 
 
 def _read_hqq(keys: Keys) -> Quantization:
     found = keys.take("quant_config", Mapping)
     skipped = keys.take_names("skip_modules")
     rules = [
-        Rule(None, ALL_KINDS, tuple(keys.compile("skip_modules", ("lm_head",) if skipped is None else skipped, "hf")))
+        QuantizationRule(
+            None, ALL_KINDS, tuple(keys.compile("skip_modules", ("lm_head",) if skipped is None else skipped, "hf"))
+        )
     ]
     if not found:
         keys.fail("quant_config", "is missing")
@@ -336,11 +340,11 @@ def _read_hqq(keys: Keys) -> Quantization:
         # Ten numbers of 3 bits to 32; scale and zero point in 16 bits each.
         packed = Fraction(16, 5) if bits == 3 else bits
         name = f"int{bits}-g{size}" if size else f"int{bits}"
-        stored = Stored(
+        stored = StoredFormat(
             name, packed, outputs=0 if size else 1, flat=size or 0, scale_bits=16, zero_bits=16,
             key=f"{weights.name}.group_size",
         )  # fmt: skip
-        rules.append(Rule(stored, ("linear", "head"), (Pattern(tag, "name"),) if tag else ()))
+        rules.append(QuantizationRule(stored, ("linear", "head"), (Pattern(tag, "name"),) if tag else ()))
     return Quantization("hqq", tuple(rules))
 
 
@@ -354,12 +358,12 @@ def _read_mlx(keys: Keys) -> Quantization:
         own = Keys(entry if isinstance(entry, Mapping) else {}, keys.where, f"{keys.name}[{name!r}]")
         some = None if entry is False else _read_mlx_layer(own if entry is not True else keys)
         own.finish()
-        rules.append(Rule(some, ALL_KINDS, (Pattern(name, "name"),)))
+        rules.append(QuantizationRule(some, ALL_KINDS, (Pattern(name, "name"),)))
     stored = _read_mlx_layer(keys)
-    return Quantization("mlx", (*rules, Rule(stored, ("linear", "expert", "head", "embed"))))
+    return Quantization("mlx", (*rules, QuantizationRule(stored, ("linear", "expert", "head", "embed"))))
 
 
-def _read_mlx_layer(keys: Keys) -> Stored:
+def _read_mlx_layer(keys: Keys) -> StoredFormat:
     mode = keys.choose("mode", ("affine", "mxfp4", "mxfp8", "nvfp4"), "affine")
     bits, size = keys.take("bits", int), keys.take("group_size", int)
     if mode != "affine":
@@ -396,21 +400,21 @@ def _read_modelopt(keys: Keys) -> Quantization:
     excluded = [found for key in ("ignore", "exclude_modules") if (found := keys.take_names(key)) is not None]
     patterns = [Pattern(name, "glob") for names in excluded for name in names]
     patterns += [Pattern(f"*{pattern.text}", "glob") for pattern in patterns if not pattern.text.startswith("*")]
-    rules = [Rule(None, ALL_KINDS, tuple(patterns))] if patterns else [Rule(None, ("head",))]
+    rules = [QuantizationRule(None, ALL_KINDS, tuple(patterns))] if patterns else [QuantizationRule(None, ("head",))]
     layers = keys.take("quantized_layers", Mapping) or {}
     for name, entry in layers.items():
         own = keys.enter("quantized_layers", entry, f"quantized_layers[{name!r}]")
-        rules.append(Rule(_read_algorithm(own), WITH_HEAD, (Pattern(name, "name"),)))
+        rules.append(QuantizationRule(_read_algorithm(own), WITH_HEAD, (Pattern(name, "name"),)))
         own.finish()
     if not layers:
-        rules.append(Rule(_read_algorithm(keys), WITH_HEAD))
+        rules.append(QuantizationRule(_read_algorithm(keys), WITH_HEAD))
     else:
         keys.choose("quant_algo", ("mixed_precision",), "mixed_precision")
         keys.skip("has_zero_point", "pre_quant_scale")
     return Quantization("modelopt", tuple(rules), read_cache(keys))
 
 
-def _read_algorithm(keys: Keys) -> Stored | None:
+def _read_algorithm(keys: Keys) -> StoredFormat | None:
     if "quant_algo" not in keys.config:
         keys.fail("quant_algo", "is missing")
     name = keys.take("quant_algo", str)

@@ -27,7 +27,7 @@ class Lora(Value):
     r: int
     targets: tuple[str, ...]
     save: tuple[str, ...] = ()
-    dtype: str = ""  # of its matrices; empty: PEFT's default, float32 beside a half-precision model
+    dtype: str = ""  # of its matrices; empty: PEFT's default, float32 with a half-precision model
 
     def __post_init__(self) -> None:
         put = object.__setattr__

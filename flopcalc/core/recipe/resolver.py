@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flopcalc.base.errors import RecipeError, format_value
 from flopcalc.base.patterns import find_matches, is_costly
-from flopcalc.base.vocabulary import GROUPS, Clipping
+from flopcalc.base.vocabulary import GROUPS, Clipping, Group
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import REGEX, Adapter, Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
@@ -22,7 +22,7 @@ class State(NamedTuple):
     weight: bool = True
     bias: bool = True
     adapters: tuple[Adapter, ...] = ()
-    saved_copy: bool = False  # PEFT keeps a frozen original beside a module in modules_to_save
+    saved_copy: bool = False  # PEFT keeps a frozen original of each module in modules_to_save
 
     @property
     def active(self) -> list[Adapter]:
@@ -58,7 +58,7 @@ class Resolver:
             self._targets = [made for target in recipe.lora.targets for made in self._make_targets(target, stages)]
             self._check_fused(stages)
         # Modules whose weight is one tensor: a pattern that names either sets both.
-        self._aliases: dict[str, list[tuple[str, str]]] = {}
+        self._aliases: dict[str, list[tuple[str, Group]]] = {}
         if not self.is_trivial:
             self._find_aliases(stages)
 
@@ -98,7 +98,7 @@ class Resolver:
                 target.is_used = hit = True
         return hit
 
-    def resolve(self, op: Weighted, path: str, group: str) -> State:
+    def resolve(self, op: Weighted, path: str, group: Group) -> State:
         """The state of the op whose module is `path`, in the part of the model that `group` names."""
         if self.is_trivial:
             return ALL_TRAIN
@@ -130,7 +130,7 @@ class Resolver:
         trained = self.recipe.trained
         path = op.name_first(path)
         weight_name = _weight_name(op, path)
-        names = [name for name, _ in self._aliases.get(weight_name, [(weight_name, "")])]
+        names = [name for name, _ in self._aliases.get(weight_name, ())] or [weight_name]
         bias_name = f"{path}.{op.bias_name}"
         adapted = weight_name if op.targets else path
         saved = f"{weight_name} saved" in trained
@@ -178,7 +178,7 @@ class Resolver:
         hits = [ending.matches(path) for ending in self._save]  # a list: every one must be seen
         return any(hits)
 
-    def _trains(self, name: str, group: str) -> bool:
+    def _trains(self, name: str, group: Group) -> bool:
         aliases = self._aliases.get(name) or [(name, group)]
         # No short cut: every pattern must see every name, so that one which matches nothing is found.
         chosen = not self._only
@@ -188,7 +188,7 @@ class Resolver:
                     chosen = True
         return not self._frozen(name, group) and chosen
 
-    def _frozen(self, name: str, group: str) -> bool:
+    def _frozen(self, name: str, group: Group) -> bool:
         hit = False
         for pattern in self._freeze:
             for alias, word in self._aliases.get(name) or [(name, group)]:
@@ -272,7 +272,7 @@ class _Pattern:
         self.is_used = False
         self._regex = re.compile(translate(text))
 
-    def matches(self, name: str, group: str) -> bool:
+    def matches(self, name: str, group: Group) -> bool:
         hit = self.text == group if self.text in GROUPS else self._matches_path(name)
         self.is_used = self.is_used or hit
         return hit
@@ -330,7 +330,7 @@ class _Regex(_Suffix):
 
 
 class _Ending(_Suffix):
-    """PEFT's rule for modules to save: a module's name ends in the text, be there a dot before it or not."""
+    """PEFT's rule for modules to save: a module's name ends in the text, with or without a dot before it."""
 
     def matches(self, path: str) -> bool:
         hit = path.endswith(self.text)

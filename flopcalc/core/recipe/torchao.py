@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from flopcalc.base.errors import format_value
-from flopcalc.core.recipe.formats import Stored
+from flopcalc.core.recipe.formats import StoredFormat
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
     Keys,
     Kind,
     Pattern,
     Quantization,
-    Rule,
+    QuantizationRule,
     exclude,
     make_grouped,
     make_stored,
 )
 
-# Any number of bits lies unpacked in int8, and is dequantized; activations are only rounded (torchao 0.18).
+# Any number of bits is stored unpacked in int8, and is dequantized; activations are only rounded (torchao 0.18).
 _INTX = {"format": "int8", "zero_bits": 8, "compute": ""}
 _TYPES: dict[str, dict[str, Any]] = {
     "int4weightonly": {"format": "int4", "zero_bits": 16, "size": 128},
@@ -65,22 +65,22 @@ def read_torchao(keys: Keys) -> Quantization:
     inner = keys.enter("quant_type", found.get("_data") or {}, "quant_type").config
     several = next((inner[key] for key in ("module_fqn_to_config", "fqn_to_config") if key in inner), None)
     if several is None:
-        return Quantization("torchao", (*rules, Rule(_read_type(keys, found), kinds)))
+        return Quantization("torchao", (*rules, QuantizationRule(_read_type(keys, found), kinds)))
     last = []
     for name, entry in keys.enter("quant_type", several, "quant_type").config.items():
         stored = None if entry is None else _read_type(keys, entry)
         if name == "_default":
-            last.append(Rule(stored, kinds))
+            last.append(QuantizationRule(stored, kinds))
         elif name.startswith("re:"):
             whole = name[3:].removesuffix("weight").removesuffix(".").removesuffix("\\")  # a parameter's, or a module's
             text = f"(?:{whole})$"
-            rules.append(Rule(stored, ALL_KINDS, tuple(keys.compile("quant_type", [text], "regex"))))
+            rules.append(QuantizationRule(stored, ALL_KINDS, tuple(keys.compile("quant_type", [text], "regex"))))
         else:
-            rules.append(Rule(stored, ALL_KINDS, (Pattern(name.removesuffix(".weight"), "name"),)))
+            rules.append(QuantizationRule(stored, ALL_KINDS, (Pattern(name.removesuffix(".weight"), "name"),)))
     return Quantization("torchao", (*rules, *last))
 
 
-def _read_type(keys: Keys, entry: object) -> Stored:
+def _read_type(keys: Keys, entry: object) -> StoredFormat:
     entry = keys.enter("quant_type", entry, "quant_type").config
     name, own = str(entry.get("_type")), keys.enter("quant_type", entry.get("_data") or {}, "quant_type")
     plain = name.removesuffix("Config").replace("_", "").lower()

@@ -9,7 +9,7 @@ from flopcalc.base.data import find_data_dir, list_data_files, load_toml
 from flopcalc.core.spec.spec import Spec, find_spec, load_spec
 
 
-class Entry(NamedTuple):
+class CoveredType(NamedTuple):
     """One model type of a mapping."""
 
     model_type: str
@@ -18,12 +18,12 @@ class Entry(NamedTuple):
     reason: str | None  # why there is none
 
 
-class Mapping(NamedTuple):
+class AutoMapping(NamedTuple):
     """One auto mapping of transformers."""
 
     name: str
     auto_class: str
-    entries: tuple[Entry, ...]
+    entries: tuple[CoveredType, ...]
 
     @property
     def supported(self) -> int:
@@ -34,7 +34,7 @@ class Coverage(NamedTuple):
     """All mappings of one release."""
 
     release: str
-    mappings: tuple[Mapping, ...]
+    mappings: tuple[AutoMapping, ...]
 
 
 def load_coverage() -> Coverage:
@@ -42,7 +42,7 @@ def load_coverage() -> Coverage:
     tables = load_toml(os.path.join(find_data_dir(), "coverage.toml"))
     reasons: dict[str, str] = tables.get("reasons", {})
     mappings = tuple(
-        Mapping(
+        AutoMapping(
             name,
             mapping["auto_class"],
             tuple(
@@ -55,16 +55,16 @@ def load_coverage() -> Coverage:
     return Coverage(tables["release"], mappings)
 
 
-def _find(model_type: str, architecture: str, reason: str | None) -> Entry:
+def _find(model_type: str, architecture: str, reason: str | None) -> CoveredType:
     spec = find_spec(model_type)
     if spec is None:
-        return Entry(model_type, architecture, None, reason)
+        return CoveredType(model_type, architecture, None, reason)
     if spec.architecture == architecture:
-        return Entry(model_type, architecture, spec.name, None)
-    return Entry(model_type, architecture, spec.variants.get(architecture), reason)
+        return CoveredType(model_type, architecture, spec.name, None)
+    return CoveredType(model_type, architecture, spec.variants.get(architecture), reason)
 
 
-class Described(NamedTuple):
+class SpecSummary(NamedTuple):
     """A spec for readers: what it takes, and what it was derived from."""
 
     spec: Spec
@@ -72,7 +72,7 @@ class Described(NamedTuple):
     parents: tuple[str, ...]
 
 
-def describe_specs() -> dict[str, Described]:
+def describe_specs() -> dict[str, SpecSummary]:
     """Every spec that is a model by itself, by name."""
     found = {}
     for name, path in list_data_files("specs").items():
@@ -81,7 +81,7 @@ def describe_specs() -> dict[str, Described]:
             continue
         kinds = [*(["images"] if spec.vision else []), *(["audio"] if spec.audio else [])]
         kinds = kinds if spec.vision.get("text") == "none" else ["text", *kinds]
-        found[name] = Described(spec, ", ".join(kinds), tuple(_list_parents(path)))
+        found[name] = SpecSummary(spec, ", ".join(kinds), tuple(_list_parents(path)))
     return found
 
 

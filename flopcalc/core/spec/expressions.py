@@ -24,7 +24,7 @@ class MissingNameError(FlopcalcError):
         self.name = name
 
 
-class Scope(Protocol):
+class NameScope(Protocol):
     def lookup(self, name: str) -> Any:
         """The value of a (dotted) name, or MissingNameError."""
 
@@ -99,12 +99,12 @@ def find_names(text: str) -> frozenset[str]:
     return frozenset(_names(parse(text)))
 
 
-def evaluate_truth(text: str, scope: Scope) -> bool:
+def evaluate_truth(text: str, scope: NameScope) -> bool:
     """The value of an expression that must be true or false (null counts as false)."""
     return _truth(evaluate(text, scope), text)
 
 
-def evaluate(text: str, scope: Scope) -> Any:
+def evaluate(text: str, scope: NameScope) -> Any:
     """The value of an expression: int, bool, str, list or None; a division that leaves a rest stays a Fraction."""
     try:
         return _eval(parse(text), scope, text)
@@ -200,7 +200,7 @@ def _at(value: object, index: object) -> Any:
 
 
 def _override(table: object, index: object, key: object, otherwise: object) -> Any:
-    """What an object keyed by layer says of one layer's key, as HF's per_layer_config does, else `otherwise`."""
+    """What an object keyed by layer says about one layer's key, as HF's per_layer_config does, else `otherwise`."""
     if not isinstance(table, dict):
         raise SpecError(f"{format_value(table)} is not an object")
     for name, layer in table.items():  # HF pads the numbers: "05"
@@ -216,7 +216,7 @@ def _wrap(indices: object, length: int) -> list[int]:
 
 
 def _chunks(count: int, length: int, before: int, after: int) -> list[int]:
-    """Sizes of the chunks that a sequence is cut into, each with up to so many places before and after it."""
+    """Sizes of the chunks that a sequence is cut into, each with its places before and after it."""
     _check_chunks(count, length)
     starts = range(0, count, length)
     return [min(start + length + after, count) - max(start - before, 0) for start in starts]
@@ -261,7 +261,7 @@ def _check_chunks(count: int, length: int) -> None:
 
 
 def _letters(word: str) -> list[int | str]:
-    """The letters of a word; digits beside each other are one whole number: 4, '/' and 8 of '4/8'."""
+    """The letters of a word; adjacent digits are one whole number: 4, '/' and 8 of '4/8'."""
     return [int(part) if part.isdigit() else part for part in re.findall("[0-9]+|.", word)]
 
 
@@ -361,7 +361,7 @@ def _as_object(value: object) -> Any:
     return Object(value) if type(value) is dict else value
 
 
-def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
+def _eval(node: ast.expr, scope: NameScope, text: str) -> Any:
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = _dotted(node)
         if name in _CONSTANTS:
@@ -429,7 +429,7 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
     return value
 
 
-def _spend(scope: Scope, *values: object) -> None:
+def _spend(scope: NameScope, *values: object) -> None:
     """Charge the scope's budget, where it has one, for lists that were read or made."""
     entries = sum(len(value) for value in values if isinstance(value, (list, tuple, str)))
     budget: Budget | None = getattr(scope, "budget", None)
@@ -449,7 +449,7 @@ def _count_entries(value: object, most: int) -> int:
     return count
 
 
-def _has(node: ast.Call, scope: Scope, text: str) -> bool:
+def _has(node: ast.Call, scope: NameScope, text: str) -> bool:
     if len(node.args) != 1:
         raise SpecError(f"{text!r}: has() takes one name")
     try:

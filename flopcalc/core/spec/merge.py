@@ -230,7 +230,7 @@ def _name_op(item: object) -> str:
 
 
 def _place_ops(tree: list[Any], is_series: bool, key: str, ends: list[int], added: list[Any]) -> bool:
-    """Put ops after or before others in a series, or beside them as a sibling; `ends` are the first and the last."""
+    """Put ops after or before others in a series, or next to them as a sibling; `ends` are the first and the last."""
     at = [i for i, entry in enumerate(tree) if any(_holds(entry, number) for number in ends)]
     start, end = at[0], at[-1] + 1
     found, inner = tree[start:end], tree[start]
@@ -238,7 +238,7 @@ def _place_ops(tree: list[Any], is_series: bool, key: str, ends: list[int], adde
     if len(at) == 1 and not begins and _place_ops(inner, not is_series, key, ends, added):
         return True
     if not is_series and len(ends) > 1:
-        return False  # siblings: the list around them places ops after, before or beside all of them
+        return False  # siblings: the list around them places ops after, before or next to all of them
     if key == "beside":
         branch = added if len(added) == 1 else [added]
         others = found if len(found) == 1 and not isinstance(inner, list) else [found]

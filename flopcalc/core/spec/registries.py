@@ -132,7 +132,7 @@ class _Classes:
         return next((found for name in names if (found := self.find(name)) is not None), None)
 
     def find_type(self, model_type: str) -> str | None:
-        """A model type that the snapshot tells apart from others with the same class."""
+        """A model type that the snapshot distinguishes from others with the same class."""
         alias = find_alias(model_type)
         if alias is not None:
             return alias.name if alias.witness else None

@@ -10,7 +10,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "sequence": ("n", "c", "decoding", "training", "images", "tiles", "last", "began"),
     # The same, for what compares a text with its images; they are padded to the largest of the call.
     "prompt": ("n", "c", "decoding", "training", "images", "tallest", "widest"),
-    # What a mask keeps apart: a packed document, or a row's real tokens and the padding behind them.
+    # What a mask keeps apart: a packed document, or a row's real tokens and the padding after them.
     "document": ("n", "c", "decoding", "training", "pad"),
     # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its audio; images, their patches,
     # and the sides of the call's largest.

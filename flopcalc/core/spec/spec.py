@@ -12,7 +12,7 @@ from flopcalc.base.data import find_data_file, get_stem, list_data_files
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.vocabulary import PHASES
-from flopcalc.core.spec.derived import find_derived
+from flopcalc.core.spec.computed_keys import find_computed
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
 from flopcalc.core.spec.merge import ROW_KEYS, Table, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
@@ -120,7 +120,7 @@ def _is_size(key: str) -> bool:
 
 @frozen()
 class Spec(Value):
-    """One architecture: where its dims stand in a config, and its stacks of ops in dataflow order."""
+    """One architecture: where its dims are in a config, and its stacks of ops in dataflow order."""
 
     name: str
     file: str
@@ -141,7 +141,7 @@ class Spec(Value):
     rename: dict[str, str]  # path prefix -> new prefix, in stacks taken from a spec that it extends
     is_tower: bool  # part of a model, not one by itself
     latents: dict[str, str]  # of a denoiser: what its input is made of
-    heads: Mapping[str, Table]  # what it says of other heads than its own; see heads.toml
+    heads: Mapping[str, Table]  # what it says about other heads than its own; see heads.toml
     refused: Mapping[str, str]  # HF class of this model type -> why it is not described
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
@@ -322,7 +322,7 @@ def _check_spec(spec: Spec, path: str) -> None:
 
 
 def _check_head(table: object, spec: Spec, where: str) -> None:
-    """What a spec says of another head than its own."""
+    """What a spec says about another head than its own."""
     if not isinstance(table, dict):
         raise SpecError(f"{where} must be a table")
     check_keys(table, _HEAD_KEYS, where)
@@ -339,7 +339,7 @@ def _check_head(table: object, spec: Spec, where: str) -> None:
 
 
 def _check_ops(items: object, spec: Spec, where: str, checked: set[str], above: tuple[str, ...]) -> None:
-    """Every op of a list and of the blocks that it names, each block once; `above` are the blocks it stands in."""
+    """Every op of a list and of the blocks that it names, each block once; `above` are the blocks around it."""
     if not isinstance(items, list):
         raise SpecError(f"{where}: ops must be a list")
     for item in items:
@@ -389,7 +389,7 @@ def keeps_keys(op: dict[str, object]) -> bool:
 
 
 def find_block_part(name: str) -> str:
-    """The part of a block's products with weights if neither op nor stack says one; empty if the name tells none."""
+    """The part of a block's products with weights if neither op nor stack says one; empty if the name implies none."""
     return _BLOCK_PARTS.get(name.rpartition("_")[2], "")
 
 
@@ -511,14 +511,14 @@ class BoundDims:
         else:
             value = self._find_inner_default(name)
             value = self.defaults.get(name) if value is None else value
-        if value is None and (derive := find_derived(name)) is not None:
+        if value is None and (derive := find_computed(name)) is not None:
             value = self._fixed[name] = derive(self.lookup)
         if value is None:
             raise MissingNameError(name)
         return value
 
     def _find_inner_default(self, name: str) -> Any:
-        """What an inner config's own spec says of a key that the config leaves out: its default, or a dim."""
+        """What an inner config's own spec says about a key that the config leaves out: its default, or a dim."""
         outer, _, key = name.partition(".")
         inner = self.bind_inner(outer) if key and key != "model_type" else None
         if inner is None:

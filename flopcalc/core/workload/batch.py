@@ -25,7 +25,7 @@ def read_batch(
 ) -> tuple[Workload, list[str]]:
     """A workload from what is given to the model, and notes on what could not be read from it.
 
-    With read_device=False, values that lie on a device are not read: that would make the host wait for it.
+    With read_device=False, values on a device are not read: that would make the host wait for it.
     `audio` is the key of a model's audio and the axis of its frames, None if it is a mask of them; `images` what a
     model reads without text.
     """

@@ -29,7 +29,7 @@ class Sum(Value):
     words: ClassVar[str] = ""
 
     def count(self, load: Workload, counting: Counting) -> int:
-        """The sum's value; an encoder's is 0 in decoding, for the encoder has run already."""
+        """The sum's value; an encoder's is 0 in decoding, because the encoder has run already."""
         if load.decoder is not None and load.phase == "decode":
             return 0
         return self._count(load, counting)
@@ -65,7 +65,7 @@ class Pairs(Sum):
     mask: Mask  # 'causal' or 'full'
     window: int = 0
     block: int = BLOCK  # of a fused kernel
-    shows: bool = False  # tokens of an image see one another both ways, beside the causal mask
+    shows: bool = False  # in addition to the causal mask, tokens of an image see each other both ways
 
     def has_mask(self, load: Workload) -> bool:
         """Whether SDPA is handed a mask: for documents, windows, and images that see themselves both ways."""
@@ -128,7 +128,7 @@ class Logits(Sum):
         return load.rows * min(keep, load.seq)
 
 
-class Cached(Sum):
+class CachedKeys(Sum):
     """Positions whose keys HF's code forms anew at every call, from a cache of something else."""
 
     __slots__ = ()
@@ -197,7 +197,7 @@ class Patches(Sum):
 
 
 @frozen()
-class Merged(Sum):
+class MergedPatches(Sum):
     """Patches after `area` of them were merged into one."""
 
     words: ClassVar[str] = "merged patches"
@@ -326,7 +326,7 @@ class Minus(Sum):
 
 
 @frozen()
-class Needed(Sum):
+class NeededSum(Sum):
     """A sum that counts under `model` alone: HF executes another product there."""
 
     inner: Sum
@@ -339,7 +339,7 @@ class Needed(Sum):
 
 
 @frozen()
-class Executed(Sum):
+class ExecutedSum(Sum):
     """A sum that counts wherever HF's code is counted, not under `model`."""
 
     inner: Sum
@@ -365,7 +365,7 @@ class Samples(Sum):
 class PerSample(Sum):
     """What clipping works on within each sample, a row of the batch: its rows, or the pairs of its rows.
 
-    A sample of one row has no sum over rows, so no product that torch.einsum would make, but for 'squares'.
+    A sample of one row has no sum over rows, so no product that torch.einsum would make, except for 'squares'.
     """
 
     what: Literal["rows", "squares", "products"]

@@ -192,7 +192,7 @@ def _read_media(
 
 
 def check_workload_alone(workload: object, others: Mapping[str, object]) -> Workload:
-    """The workload that was given whole, with nothing beside it that it says itself."""
+    """The Workload that was given; an error if other arguments repeat what it already says."""
     if not isinstance(workload, Workload):
         raise WorkloadError(
             f"workload must be a Workload, not {format_value(workload)}: "

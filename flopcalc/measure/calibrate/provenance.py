@@ -65,7 +65,7 @@ def describe_machine(device: str) -> Provenance:
     found["device"] = torch.cuda.get_device_name()
     found["device_id"] = find_device_id(found["device"])
     found["memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
-    gauge = Gauge()
+    gauge = DeviceGauge()
     found["power_limit_w"] = gauge.read_power_limit_w()
     found["sm_clock_max_mhz"] = gauge.read_max_clock_mhz()
     found["driver"] = gauge.read_driver()
@@ -85,7 +85,7 @@ def find_device_id(name: str) -> str:
 def find_commit() -> str | None:
     """The commit of this source tree, marked if files were changed; None outside a checkout.
 
-    A copy of the tree without its history is told by the variable FLOPCALC_COMMIT.
+    For a copy of the tree without its history, set the variable FLOPCALC_COMMIT.
     """
     told = os.environ.get("FLOPCALC_COMMIT")
     if told:
@@ -106,7 +106,7 @@ def find_version(package: str) -> str | None:
         return None
 
 
-class Gauge:
+class DeviceGauge:
     """NVML through ctypes, on torch's current device; every reading is None where NVML is not there."""
 
     def __init__(self) -> None:

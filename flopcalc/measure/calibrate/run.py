@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_user_dir
 from flopcalc.base.errors import CalibrationError, DeviceError, format_nearest
-from flopcalc.hardware.tables import FOLDER, SHAPES, Table, find_table, is_stored, list_folder, load_table, save_table
+from flopcalc.hardware.tables import FOLDER, SHAPES, MeasuredTable, find_table, is_stored, list_folder, load_table, save_table
 from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine
 from flopcalc.measure.calibrate.provenance import has_gpu
 from flopcalc.measure.calibrate.suite import TABLES, finish_table, plan_table
@@ -189,7 +189,7 @@ def _sample(jobs: list[Job]) -> list[Job]:
     return sampled
 
 
-def _compare(table: Table, result: Result) -> list[Difference]:
+def _compare(table: MeasuredTable, result: Result) -> list[Difference]:
     failed = {failure.get("row") for failure in table.failures}
     if not result.is_ok:
         if result.row in failed:

@@ -18,15 +18,15 @@ from torch.utils.flop_counter import flop_registry
 
 from flopcalc.measure.counters.formulas import SKIPPED, grouped_mm
 from flopcalc.measure.counters.formulas import Formula as ShapeFormula
-from flopcalc.prediction.kinds import classify
+from flopcalc.prediction.operator_kinds import classify
 
-__all__ = ["FORMULAS", "Counted", "count_flops", "watch_modules"]
+__all__ = ["FORMULAS", "OperatorCount", "count_flops", "watch_modules"]
 
 Formula = Callable[[tuple[Any, ...], Mapping[str, Any], Any], int]
 
 
 @dataclass(frozen=True)
-class Counted:
+class OperatorCount:
     """What one step executed."""
 
     forward: int
@@ -49,7 +49,7 @@ def _grouped_mm(args: tuple[Any, ...], kwargs: Mapping[str, Any], _out: Any) -> 
     """One product per group; the group sizes are the differences of `offs`, so only their end matters."""
     a, b = list(args[0].shape), list(args[1].shape)
     offs = args[2] if len(args) > 2 else kwargs.get("offs")
-    # Rows behind the last offset belong to no group and are not multiplied. On meta the offsets have no
+    # Rows after the last offset belong to no group and are not multiplied. On meta the offsets have no
     # values: then every row has a group, as in HF's sorted expert rows.
     if offs is not None and not offs.is_meta:
         ragged, axis = (a, 0 if len(b) == 3 else 1) if len(a) == 2 else (b, 1)
@@ -178,7 +178,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         formula = _formula(func)
         if formula is None and not _is_known(func) and _is_composite(func):
-            with self:  # inference mode hands over linear, matmul, ... whole
+            with self:  # in inference mode linear, matmul, ... arrive whole
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -214,7 +214,7 @@ def watch_modules(
             handle.remove()
 
 
-def count_flops(model: torch.nn.Module, step: Callable[[], object]) -> Counted:
+def count_flops(model: torch.nn.Module, step: Callable[[], object]) -> OperatorCount:
     """Run step() — a forward pass of `model`, or forward and backward — and count its matrix products."""
     counting = _Counting()
     start = time.perf_counter()
@@ -227,7 +227,7 @@ def count_flops(model: torch.nn.Module, step: Callable[[], object]) -> Counted:
         step()
     seconds = time.perf_counter() - start
     rows = {path: (f, b, r) for path, (f, b, r) in sorted(counting.rows.items())}
-    return Counted(
+    return OperatorCount(
         forward=sum(row[0] for row in rows.values()),
         backward=sum(row[1] for row in rows.values()),
         recompute=sum(row[2] for row in rows.values()),

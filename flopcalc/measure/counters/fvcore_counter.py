@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flopcalc.base.vocabulary import Phase
-from flopcalc.measure.counters.witnessed import Witnessed, ready_step
+from flopcalc.measure.counters.witnessed import WitnessCount, ready_step
 
 # What fvcore counts that is a matrix product. Its figures for norms and resizing are not model FLOPs, nor are they
 # multiply-accumulates, so they are left out.
@@ -30,7 +30,7 @@ class _Positional(torch.nn.Module):
         return self.model(**inputs, use_cache=False, return_dict=False)[0]
 
 
-def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> Witnessed:
+def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> WitnessCount:
     """fvcore traces a forward pass: for a training step it reports the forward part."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing it calls a deprecated part of torch
@@ -55,14 +55,14 @@ def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> Witnessed:
     reasons = ["forward only"] if phase == "train" else []
     if unused:
         reasons.append(f"its trace drops work whose result nobody reads: {', '.join(unused)}")
-    return Witnessed(
+    return WitnessCount(
         "fvcore", sum(products.values()), products, dict(sorted(skipped.items())), time.perf_counter() - start,
         "; ".join(reasons) or None,
     )  # fmt: skip
 
 
 def _find_rotary(model: torch.nn.Module) -> list[str]:
-    """Outermost rotary modules: fvcore's figure of a module includes what lies below it."""
+    """Outermost rotary modules: fvcore's figure for a module includes its submodules."""
     found: list[str] = []
     for path, module in model.named_modules():
         if "RotaryEmbedding" in type(module).__name__ and not any(path.startswith(f"{outer}.") for outer in found):
@@ -71,7 +71,7 @@ def _find_rotary(model: torch.nn.Module) -> list[str]:
 
 
 def _find_unused(model: torch.nn.Module, uncalled: set[str]) -> list[str]:
-    """Outermost modules with matrices that do not stand in the trace (LLaVA's last tower layer, for one)."""
+    """Outermost modules with matrices that are not in the trace (LLaVA's last tower layer, for example)."""
     paths = sorted(path.removeprefix("model.") for path in uncalled)
     found: list[str] = []
     for path in paths:

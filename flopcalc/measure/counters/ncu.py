@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from flopcalc.base.vocabulary import PassDirection
 from flopcalc.measure.counters.cupti import TENSOR_COUNTERS
-from flopcalc.measure.counters.witnessed import Witnessed, unavailable
+from flopcalc.measure.counters.witnessed import WitnessCount, unavailable
 
 DEFAULT_COUNTERS = (TENSOR_COUNTERS["bf16"],)  # of a script, which says no dtype
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda-*/bin/ncu")
@@ -98,7 +98,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LaunchedKernel:
     """One launched kernel and its counters."""
 
     name: str
@@ -106,10 +106,10 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Profiled:
+class KernelProfile:
     """All kernels between profiler start and stop."""
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[LaunchedKernel, ...]
     seconds: float
 
     @property
@@ -136,7 +136,9 @@ def find_ncu() -> str:
     )
 
 
-def measure_kernels(case: Case | str, counters: Sequence[str] | None = None, *, timeout_s: float = 180.0) -> Profiled:
+def measure_kernels(
+    case: Case | str, counters: Sequence[str] | None = None, *, timeout_s: float = 180.0
+) -> KernelProfile:
     """Counters of every kernel that a case (or a script with cudaProfilerStart and Stop) launches.
 
     Without `counters`: the tensor counter of the case's dtype, and bf16's for a script.
@@ -161,7 +163,7 @@ def measure_kernels(case: Case | str, counters: Sequence[str] | None = None, *, 
     for counter in counters:
         if not any(counter in kernel.values for kernel in kernels):
             raise NcuUnavailable(f"ncu gave no {counter}: this chip may not have it (ncu --query-metrics lists them)")
-    return Profiled(kernels, time.perf_counter() - start)
+    return KernelProfile(kernels, time.perf_counter() - start)
 
 
 def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str, str]:
@@ -203,20 +205,20 @@ def _check_output(code: int, out: str, err: str) -> None:
         raise NcuUnavailable(f"ncu ended with code {code}: {errors[0].removeprefix('==ERROR==').strip()}")
 
 
-def parse_csv(text: str, counters: Sequence[str] = ()) -> tuple[Kernel, ...]:
-    """The kernels in ncu's CSV, whichever of its layouts: one line per counter, or one column per counter."""
+def parse_csv(text: str, counters: Sequence[str] = ()) -> tuple[LaunchedKernel, ...]:
+    """The kernels in ncu's CSV, in either layout: one line per counter, or one column per counter."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     at = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if at is None:
         return ()
     rows = list(csv.DictReader(lines[at:]))
-    kernels: dict[tuple[str, str], Kernel] = {}
+    kernels: dict[tuple[str, str], LaunchedKernel] = {}
     for row in rows:
         name = row.get("Kernel Name") or ""
         if not row.get("ID"):  # the wide layout's second line holds units
             continue
         # An ID is counted per process.
-        kernel = kernels.setdefault((row.get("Process ID") or "", row["ID"]), Kernel(name, {}))
+        kernel = kernels.setdefault((row.get("Process ID") or "", row["ID"]), LaunchedKernel(name, {}))
         if "Metric Name" in row:
             found = {row["Metric Name"]: row.get("Metric Value")}
         else:
@@ -236,7 +238,7 @@ def _read_number(text: str | None) -> float | None:
         return None
 
 
-def count(_model: object, _batch: Mapping[str, object], _phase: str) -> Witnessed:
+def count(_model: object, _batch: Mapping[str, object], _phase: str) -> WitnessCount:
     """Nsight Compute replays every kernel: it is for chosen kernels, not for a step."""
     try:
         find_ncu()
@@ -246,8 +248,8 @@ def count(_model: object, _batch: Mapping[str, object], _phase: str) -> Witnesse
     return unavailable("ncu", f"too slow for a whole step; {here}")
 
 
-def count_product(shape: tuple[int, int, int], dtype: str) -> Witnessed:
-    """One product of (m, n, k), that stands for a step."""
+def count_product(shape: tuple[int, int, int], dtype: str) -> WitnessCount:
+    """One product of (m, n, k), used in place of a step."""
     case = Case("matmul", shape, dtype)
     try:
         found = measure_kernels(case)
@@ -257,6 +259,6 @@ def count_product(shape: tuple[int, int, int], dtype: str) -> Witnessed:
     by: dict[str, int] = {}
     for kernel in found.kernels:
         by[kernel.name] = by.get(kernel.name, 0) + round(kernel.values.get(counter, 0))
-    return Witnessed(
+    return WitnessCount(
         "ncu", sum(by.values()), by, {}, found.seconds, "its largest product alone; too slow for a whole step"
     )

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from flopcalc.base.vocabulary import Phase
 from flopcalc.measure.counters.formulas import COUNTED, SKIPPED, attend_backward, count_pairs
-from flopcalc.measure.counters.witnessed import Witnessed, ready_step, synchronize
+from flopcalc.measure.counters.witnessed import WitnessCount, ready_step, synchronize
 
 _EXCLUDED = "flopcalc: rotary embedding"
 _STOPPED = "flopcalc: recomputation stopped"
@@ -81,7 +81,7 @@ def _marked(model: torch.nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> Witnessed:
+def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> WitnessCount:
     """One step under torch.profiler; `corrected` drops elementwise work and adds what it is known to skip."""
     activities = [ProfilerActivity.CPU]  # FLOPs hang on CPU events: CUDA alone would give none
     if torch.cuda.is_available():
@@ -95,13 +95,13 @@ def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> Witnessed:
     reason = None
     if tally.unknown:
         reason = f"not corrected, shapes do not tell: {', '.join(sorted(tally.unknown))}"
-    return Witnessed(
+    return WitnessCount(
         "profiler", sum(tally.by.values()), dict(sorted(tally.by.items())), dict(sorted(tally.not_counted.items())),
         time.perf_counter() - start, reason, tally.corrected,
     )  # fmt: skip
 
 
-class Live:
+class LiveProfiler:
     """A step that runs anyway, profiled from start() to stop(); outside of the two the model has no hooks of ours.
 
     Without CUDA activities: FLOPs hang on CPU events, so that nothing waits for the device.
@@ -121,7 +121,7 @@ class Live:
             self._open = stack.pop_all()
 
     def stop(self) -> tuple[int, tuple[str, ...]]:
-        """FLOPs as eager code would run them, and the operators whose shapes do not tell."""
+        """FLOPs as eager code would run them, and the operators whose shapes do not show theirs."""
         if self._open is None:
             raise RuntimeError("no step is being profiled: call start() first")
         stack, self._open = self._open, None

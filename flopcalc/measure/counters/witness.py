@@ -1,6 +1,6 @@
-"""A model, a batch and a phase go in; what each witness on this machine counted comes out, beside the analytic count.
+"""A model, a batch and a phase go in; what each witness on this machine counted comes out, with the analytic count.
 
-Every witness answers `count(model, batch, phase) -> Witnessed` and never needs the command line's packages.
+Every witness answers `count(model, batch, phase) -> WitnessCount` and never needs the command line's packages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flopcalc.core.model.ops import Linear
 from flopcalc.core.recipe.recipe import REGEX, Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_detected
-from flopcalc.measure.counters.witnessed import PHASES, Witnessed, ready_step, synchronize, unavailable
+from flopcalc.measure.counters.witnessed import PHASES, WitnessCount, ready_step, synchronize, unavailable
 
 WITNESSES = ("flop_counter", "fvcore", "profiler", "cupti", "ncu", "gpm")
 _GAUGE_S = 0.3  # GPM's window: the step is repeated until it is over
@@ -34,7 +34,7 @@ _EXTRA = {"torch", "transformers", "peft", "fvcore"}  # packages of the extra
 # --- Witnesses that need no file of their own ---------------------------------------------------------
 
 
-def count(model: Any, batch: Mapping[str, object], phase: Phase) -> Witnessed:
+def count(model: Any, batch: Mapping[str, object], phase: Phase) -> WitnessCount:
     """The closed-hole operator counter: exact, per module."""
     from flopcalc.measure.counters.flop_counter import count_flops
 
@@ -42,13 +42,13 @@ def count(model: Any, batch: Mapping[str, object], phase: Phase) -> Witnessed:
         counted = count_flops(model, step)
     rows = {path: sum(row) for path, row in counted.rows.items() if any(row)}
     fused = any("attention" in name for name in counted.not_counted)
-    return Witnessed(
+    return WitnessCount(
         "flop_counter", counted.total, rows, counted.not_counted, counted.seconds,
         "a fused attention operator has no formula: it is among the operators not counted" if fused else None,
     )  # fmt: skip
 
 
-def count_hardware(model: Any, batch: Mapping[str, object], phase: Phase) -> Witnessed:
+def count_hardware(model: Any, batch: Mapping[str, object], phase: Phase) -> WitnessCount:
     """The GPU's own tensor counters around one step, in one pass; the step before it warms up."""
     import torch
 
@@ -77,14 +77,14 @@ def count_hardware(model: Any, batch: Mapping[str, object], phase: Phase) -> Wit
                 step()
     except cupti.CountersUnavailable as error:
         return unavailable("cupti", str(error), time.perf_counter() - start)
-    return Witnessed(
+    return WitnessCount(
         "cupti", sample.total_flops, sample.tensor_flops, {}, time.perf_counter() - start,
         f"{' and '.join(sample.dtypes)} tensor cores only, chip {counter.chip}; "
         f"DRAM {sample.dram_bytes} bytes, {sample.cycles} cycles",
     )  # fmt: skip
 
 
-def gauge(model: Any, batch: Mapping[str, object], phase: Phase) -> Witnessed:
+def gauge(model: Any, batch: Mapping[str, object], phase: Phase) -> WitnessCount:
     """How busy the GPU says its tensor cores are while the step repeats: a note, never a count."""
     import torch
 
@@ -119,18 +119,18 @@ def gauge(model: Any, batch: Mapping[str, object], phase: Phase) -> Witnessed:
         f"{what} {share:.1%}" for what, share in (("SMs", activity.sm), ("DRAM", activity.dram)) if share is not None
     ]
     text = ", ".join([f"tensor cores active {activity.tensor:.1%} of {activity.seconds:.2f} s", *others])
-    return Witnessed("gpm", None, {}, {}, seconds, f"{text}; {steps} steps, a gauge and no count")
+    return WitnessCount("gpm", None, {}, {}, seconds, f"{text}; {steps} steps, a gauge and no count")
 
 
 # --- All of them ---------------------------------------------------------------------------------------------
 
 
-def ask(witness: str, model: object, batch: Mapping[str, object], phase: Phase) -> Witnessed:
+def ask(witness: str, model: object, batch: Mapping[str, object], phase: Phase) -> WitnessCount:
     """One witness's answer; whatever goes wrong inside it becomes the reason of an unavailable row."""
     return _guard(witness, lambda: _find_counter(witness)(model, batch, phase))
 
 
-def _find_counter(witness: str) -> Callable[[Any, Mapping[str, Any], Phase], Witnessed]:
+def _find_counter(witness: str) -> Callable[[Any, Mapping[str, Any], Phase], WitnessCount]:
     """The function that counts; imported when asked, so that one missing package costs one row, not all."""
     if witness == "fvcore":
         from flopcalc.measure.counters.fvcore_counter import count as count_fvcore
@@ -147,7 +147,7 @@ def _find_counter(witness: str) -> Callable[[Any, Mapping[str, Any], Phase], Wit
     return {"flop_counter": count, "cupti": count_hardware, "gpm": gauge}[witness]
 
 
-def _guard(witness: str, speak: Callable[[], Witnessed]) -> Witnessed:
+def _guard(witness: str, speak: Callable[[], WitnessCount]) -> WitnessCount:
     start = time.perf_counter()
     try:
         return speak()
@@ -162,10 +162,10 @@ def _guard(witness: str, speak: Callable[[], Witnessed]) -> Witnessed:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One witness beside the analytic count that it should equal."""
+class WitnessRow:
+    """One witness with the analytic count that it should equal."""
 
-    counted: Witnessed
+    counted: WitnessCount
     expected: int
     expected_as: str  # convention, kernel and phase of the expected count
 
@@ -188,7 +188,7 @@ class Crosscheck:
     kernel: PickedKernel  # what the analytic hardware count takes the attention kernel to be
     layers: dict[str, int]  # depths as run, by config key
     parameters: int
-    rows: tuple[Row, ...]
+    rows: tuple[WitnessRow, ...]
 
 
 def crosscheck(
@@ -202,7 +202,7 @@ def crosscheck(
     attention: str = "eager",
     witnesses: Sequence[str] = WITNESSES,
 ) -> Crosscheck:
-    """Build the model with random weights, run one batch under every witness, and set the analytic count beside."""
+    """Build the model with random weights, run one batch under every witness, and compare with the analytic count."""
     import torch
 
     from flopcalc.measure.hf.examples import find_example, make_inputs
@@ -220,7 +220,7 @@ def crosscheck(
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     known = _find_known(place)
     kernel: PickedKernel = "eager" if attention == "eager" else (known.sdpa if known else None) or "flash"
-    expected = _Expected(source, load, recipe, kernel, known.id if known else None)
+    expected = _ExpectedCounts(source, load, recipe, kernel, known.id if known else None)
     _check_memory(expected.parameters * torch_dtype.itemsize * (2 if load.phase == "train" else 1), place)
     example = find_example(expected.spec.name)
     with torch.device(place) if place != "cpu" else nullcontext():
@@ -239,19 +239,19 @@ def crosscheck(
         if product is not None:
             (m, n, k), form = product
             answer = _guard("ncu", partial(_count_product, (m, n, k), form))
-            rows.append(Row(answer, 2 * m * n * k, f"2·m·n·k of {m} × {n} × {k}"))
+            rows.append(WitnessRow(answer, 2 * m * n * k, f"2·m·n·k of {m} × {n} × {k}"))
             continue
         answer = ask(name, built, batch, load.phase)
         if name == "flop_counter" and attention != "eager" and load.phase == "train" and answer.total is not None:
             special = "a fused attention's backward forms the scores again: 2.5 × its forward, where eager needs 2 ×"
             answer = replace(answer, reason=special)
-        rows.append(Row(answer, *expected.of(name)))
+        rows.append(WitnessRow(answer, *expected.of(name)))
     return Crosscheck(
         _describe_device(place), dtype, attention, kernel, _read_depths(source.config), expected.parameters, tuple(rows)
     )
 
 
-def _choose_product(expected: _Expected, dtype: Any, place: str) -> tuple[tuple[int, int, int], str] | None:
+def _choose_product(expected: _ExpectedCounts, dtype: Any, place: str) -> tuple[tuple[int, int, int], str] | None:
     """The product that ncu measures and its dtype; None without ncu, a GPU or a product on tensor cores."""
     import torch
 
@@ -268,7 +268,7 @@ def _choose_product(expected: _Expected, dtype: Any, place: str) -> tuple[tuple[
     return expected.product, {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "tf32")
 
 
-def _count_product(shape: tuple[int, int, int], dtype: str) -> Witnessed:
+def _count_product(shape: tuple[int, int, int], dtype: str) -> WitnessCount:
     from flopcalc.measure.counters.ncu import count_product
 
     return count_product(shape, dtype)
@@ -284,7 +284,7 @@ def check_kind(source: Source) -> None:
         )
 
 
-class _Expected:
+class _ExpectedCounts:
     """The analytic counts that witnesses should equal."""
 
     def __init__(
@@ -349,7 +349,7 @@ def _check_memory(needed: int, place: str) -> None:
     else:
         try:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError, AttributeError):  # not every system tells
+        except (ValueError, OSError, AttributeError):  # not every system reports it
             return
     if needed > free:
         raise FlopcalcError(
@@ -412,7 +412,7 @@ def _plain_workload(load: Workload) -> dict[str, Any]:
     return plain
 
 
-def _plain_recipe(recipe: Recipe, expected: _Expected, model: Any) -> dict[str, Any]:
+def _plain_recipe(recipe: Recipe, expected: _ExpectedCounts, model: Any) -> dict[str, Any]:
     """The recipe with vision, projector and language written as the module paths they stand for."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
 

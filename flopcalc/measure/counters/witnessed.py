@@ -1,4 +1,4 @@
-"""What a witness says of one step, and the step that every witness runs."""
+"""What a witness counted in one step, and the step that every witness runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PHASES = ("train", "forward")
 
 
 @dataclass(frozen=True)
-class Witnessed:
-    """What one witness says of one step."""
+class WitnessCount:
+    """What one witness counted in one step."""
 
     witness: str
     total: int | None  # FLOPs; None when the witness cannot speak
-    by: dict[str, int]  # per module, operator or dtype; empty where the witness cannot tell
+    by: dict[str, int]  # per module, operator or dtype; empty if the witness does not split its count
     not_counted: dict[str, int]  # operators met and not counted -> calls
     seconds: float  # cost of counting, wall
     reason: str | None = None  # why unavailable, or what is special
@@ -31,8 +31,8 @@ class Witnessed:
         return self.total if self.corrected is None else self.corrected
 
 
-def unavailable(witness: str, reason: str, seconds: float = 0.0) -> Witnessed:
-    return Witnessed(witness, None, {}, {}, seconds, " ".join(reason.split()))
+def unavailable(witness: str, reason: str, seconds: float = 0.0) -> WitnessCount:
+    return WitnessCount(witness, None, {}, {}, seconds, " ".join(reason.split()))
 
 
 @contextmanager

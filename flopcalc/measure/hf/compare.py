@@ -40,7 +40,7 @@ def make_load(workload: Mapping[str, Any]) -> Workload:
         return Workload(len(lengths), workload["seq"], lengths, "padded", phase, 0, workload.get("logits"))
     batch = workload.get("batch", 1)
     has_decoder = "decoder_seq" in workload
-    decoding = phase == "decode" and not has_decoder  # then images and audio lie in the context already
+    decoding = phase == "decode" and not has_decoder  # then images and audio are in the context already
     return make_workload(
         batch,
         None if "lengths" in workload else workload.get("seq"),

@@ -30,14 +30,14 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Example:
-    """How one model type is built tiny, and what its forward takes beside input_ids."""
+    """How one model type is built tiny, and what its forward takes besides input_ids."""
 
     model_type: str
     architecture: str | None = None  # HF class; the spec's own without
     witness: str = ""  # module:Class, built where transformers does not have the class
     attention: str = "eager"
     configs: list[Json] = field(default_factory=list)
-    workloads: list[Json] = field(default_factory=list)  # beside the usual ones
+    workloads: list[Json] = field(default_factory=list)  # besides the usual ones
     images: list[Json] = field(default_factory=list)  # workloads with images: batch, seq, images
     inputs: dict[str, Json] = field(default_factory=dict)  # tensors: shape, fill, dtype, when
     call: Json = field(default_factory=dict)  # constants handed to forward
@@ -50,7 +50,7 @@ class Example:
     decoder_seq: int = 0  # an encoder-decoder: length of its decoder in the usual workloads
     clips: list[int] = field(default_factory=list)  # audio per sample in the usual workloads
     kernels: dict[str, str] = field(default_factory=dict)  # HF's place of a GPU kernel -> its stand-in in kernels.py
-    needs: str = ""  # a library beside transformers that HF builds the model with
+    needs: str = ""  # a library besides transformers that HF builds the model with
     lengths: list[int] = field(default_factory=lambda: [13, 19, 8, 14])  # of the usual workloads; the last is padded
 
     def choose_class(self, usual: str) -> str:
@@ -198,14 +198,14 @@ def make_inputs(
             tensor = _make_tensor(name, entry, scope, out, grids * batch, generator, device)
             *outer, last = [int(part) if is_digits(part) else part for part in name.split(".")]
             table: Any = out
-            for part in outer:  # a dotted name lies in an inner object
+            for part in outer:  # a dotted name is in an inner object
                 table = table.setdefault(part, {})
             table[last] = tensor
     return out
 
 
 def _list_words(example: Example, config: object, scope: _Scope) -> torch.Tensor:
-    """Ids of a vocabulary that stand for nothing but words."""
+    """Ids of a vocabulary that are plain words."""
     vocabulary = int(evaluate(example.vocab, scope)) if example.vocab else int(find_text_config(config).vocab_size)
     special = _find_special(config)
     return torch.tensor([i for i in range(3, min(vocabulary, 4096)) if i not in special])
@@ -284,7 +284,7 @@ def _make_tensor(
             for top in range(0, high, pool)
             for left in range(0, wide, pool)
         ])  # fmt: skip
-    if fill == "until":  # 1 for so many positions, then 0
+    if fill == "until":  # 1 for the real positions, then 0
         sizes = [int(evaluate(str(size), scope)) for size in entry["shape"]]
         return (torch.arange(sizes[-1]) < int(evaluate(str(entry["until"]), scope))).expand(sizes).to(torch.long)
     if fill == "text_mask":  # 0 where a placeholder stands

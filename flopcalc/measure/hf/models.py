@@ -275,7 +275,7 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
 
 
 def _find_task(model: object) -> str | None:
-    """PEFT's task type: it trains a classifier beside the adapters, and adapts no head."""
+    """PEFT's task type: it trains a classifier as well as the adapters, and adapts no head."""
     endings = {
         "ForSequenceClassification": "SEQ_CLS",
         "ForTokenClassification": "TOKEN_CLS",

@@ -13,7 +13,7 @@ import torch
 from flopcalc.base.units import is_digits
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import load_config
-from flopcalc.measure.counters.flop_counter import Counted, count_flops
+from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from flopcalc.measure.hf.compare import Verdict, compare
 from flopcalc.measure.hf.examples import Example, Json, find_example, make_inputs, takes
 from flopcalc.measure.hf.kernels import install
@@ -26,7 +26,7 @@ __all__ = ["Trace", "build", "prepare", "make_step", "trace", "verify"]
 class Trace:
     """What one step of a HF model executed, and its parameters."""
 
-    counted: Counted
+    counted: OperatorCount
     total: int
     trainable: int
 
@@ -85,7 +85,7 @@ def _pick(out: Any, name: str) -> Any:
 
 
 _CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")  # what outputs call them
-_STATES = ("encoder_past_key_values", "padding_cache")  # and those that a streaming encoder keeps beside
+_STATES = ("encoder_past_key_values", "padding_cache")  # and those that a streaming encoder keeps in addition
 
 
 def _make_decode(

@@ -225,7 +225,7 @@ class Slurm(Remote):
             self._executor = submitit.AutoExecutor(folder=path, cluster=self._cluster)
         except (RuntimeError, ValueError) as error:
             raise LauncherError(f"Slurm cannot be used from here: {_shorten(error)}") from None
-        # A run that was killed left its jobs in the queue and their files here; they would run beside the new ones.
+        # A run that was killed left its jobs in the queue and their files here; they would run along with the new ones.
         submitted = {file: file.name.removesuffix("_submitted.pkl") for file in path.glob("*_submitted.pkl")}
         if submitted and self._cluster == "slurm":
             subprocess.run(["scancel", "--quiet", *sorted(submitted.values())], check=False)

@@ -53,7 +53,7 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
 
 
 def measure_units(bench: Bench) -> dict[str, float]:
-    """Kind -> mean seconds of its calls, over those of an addition that is timed beside each."""
+    """Kind -> mean seconds of its calls, over those of an addition that is timed along with each."""
     with bench.torch.no_grad():
         calls = make_calls(bench)
         one = calls["pointwise"][0]
@@ -67,7 +67,7 @@ def measure_units(bench: Bench) -> dict[str, float]:
 def measure_tensors(bench: Bench) -> dict[str, float]:
     """What a training loop's host takes for each tensor, in additions: to clear its gradient, and to step it.
 
-    From fused AdamW over few and over many small tensors, which takes the same beside them.
+    From fused AdamW over few and over many small tensors; all its other work takes the same time.
     """
     torch = bench.torch
     taken: dict[str, list[float]] = {"cleared": [], "tensor": []}

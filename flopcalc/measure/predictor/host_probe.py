@@ -55,7 +55,7 @@ def make_probe(bench: Bench, is_train: bool) -> Callable[[], float]:
 def _make_layer(torch: Any) -> Any:
     nn = torch.nn
 
-    class Norm(nn.Module):  # type: ignore[misc, name-defined]
+    class ProbeNorm(nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(_WIDTH))
@@ -66,10 +66,10 @@ def _make_layer(torch: Any) -> Any:
             x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
             return self.weight * x.to(dtype)
 
-    class Layer(nn.Module):  # type: ignore[misc, name-defined]
+    class ProbeLayer(nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = Norm(), Norm()
+            self.first, self.second = ProbeNorm(), ProbeNorm()
             self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(4))
             self.gate, self.up = (nn.Linear(_WIDTH, 2 * _WIDTH, bias=False) for _ in range(2))
             self.down = nn.Linear(2 * _WIDTH, _WIDTH, bias=False)
@@ -87,7 +87,7 @@ def _make_layer(torch: Any) -> Any:
             normed = self.second(x)
             return x + self.down(self.activation(self.gate(normed)) * self.up(normed))
 
-    return Layer()
+    return ProbeLayer()
 
 
 def _turn(torch: Any, x: Any) -> Any:

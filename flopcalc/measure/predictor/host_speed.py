@@ -1,7 +1,7 @@
-"""`flopcalc calibrate --host`: how fast this machine's CPU dispatches, beside the one that a predictor was measured on.
+"""`flopcalc calibrate --host`: how fast this machine's CPU dispatches, relative to the CPU of a predictor.
 
 A fixed piece of host work, the probe, runs in rounds over about half a minute. Its seconds over those of the calibrated
-machine say how many times longer this host takes; how far rounds lie apart says how much its speed changes.
+machine say how many times longer this host takes; how much rounds differ says how much its speed changes.
 """
 
 from __future__ import annotations

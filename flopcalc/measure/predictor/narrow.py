@@ -1,4 +1,4 @@
-"""Make a config narrow: the same model code with few heads and layers, and hardly any work for a device.
+"""Make a config narrow: the same model code with few heads and layers, and little work for a device.
 
 The host's work for a layer does not depend on its widths, so a narrow model shows it within milliseconds.
 """

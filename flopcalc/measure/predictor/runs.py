@@ -42,7 +42,7 @@ _COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
 _QUICK_RECOMPUTED = ("llama-3.2-1b", "mistral-7b", "gpt2-medium", "mixtral-8x7b", "qwen2-vl-2b")
 _QUICK_SMALL = ("qwen2.5-0.5b", "qwen3-1.7b", "gemma-2b", "gpt2-medium", "olmo-2-7b", "mixtral-8x7b", "qwen2-vl-2b",
                 "llava-1.5-7b")  # fmt: skip  # decoding, and the smallest training step
-# Small steps of these tell a host's pace: types with few and many operators, experts and towers among them.
+# Small steps of these show a host's speed: types with few and many operators, experts and towers among them.
 _QUICK_HOSTS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen3-1.7b", "gemma-2b", "phi-3-mini", "gpt2-medium", "gemma-3-1b",
                 "qwen3-30b-a3b", "qwen2-vl-2b", "llava-1.5-7b")  # fmt: skip
 _WIDE = ("mistral-large-123b",)  # so wide that the host waits for the device in every training step
@@ -231,7 +231,7 @@ class Runner:
         return prefill
 
     def _make_decode(self, case: Json, batch: Json) -> Callable[[], Any]:
-        """Decode `seq` tokens one by one behind a cache of `context`; the cache is cropped after each step.
+        """Decode `seq` tokens one by one after a cache of `context`; the cache is cropped after each step.
 
         If a window is full it is cropped after each token: transformers 5.17 cannot restore what several tokens pushed
         out of it.

@@ -1,8 +1,8 @@
 """Time single calls on the device: products, attention, experts and transposed tensors at chosen sizes.
 
 Whole steps show few head dims, layers and expert shapes, each at few sizes. They show products at a clock that the
-power limit has lowered, and not how tensors lie in memory. Here one size changes at a time. A call's seconds are those
-of its kernels under the profiler, as in a profiled step: CUDA events around the call would include the gaps beside it.
+power limit has lowered, and no memory layouts. Here one size changes at a time. A call's seconds are those
+of its kernels under the profiler, as in a profiled step: CUDA events around the call would include the gaps around it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DIMS = {
 _EXPERTS = [(8, 28672, 4096), (8, 4096, 14336), (16, 12800, 4096), (16, 4096, 6400), (60, 2816, 2048),
             (60, 2048, 1408), (64, 2048, 2048), (64, 2048, 1024), (128, 1536, 2048), (128, 2048, 768)]  # fmt: skip
 _ROWS = [1, 4, 16, 64, 112, 200, 256, 512, 1024, 2048]  # per expert on average
-# Images, patches per image, width: some towers use a convolution's result as it lies, channel by channel.
+# Images, patches per image, width: some towers use a convolution's result in its own layout, channel by channel.
 _ACROSS = [(1, 64, 768), (1, 256, 768), (1, 256, 1152), (4, 256, 1152), (1, 729, 1152), (1, 1024, 1152),
            (3, 1024, 1152), (1, 4096, 1152), (2, 4096, 1152), (4, 4096, 1152), (6, 4096, 1152)]  # fmt: skip
 

@@ -28,7 +28,7 @@ TRAINERS: dict[str, Clipping] = {
     "DPGhostClippingTrainer": "ghost",
     "DPFastGradientClippingTrainer": "fast",
 }
-BASELINE = "StandardTrainer"  # what slowdown and extra FLOPs are told against
+BASELINE = "StandardTrainer"  # the baseline for slowdown and extra FLOPs
 MODEL_SIZES = {"tiny": "sweep-tiny", "small": "sweep-small", "medium": "sweep-medium", "1b": "sweep-1b"}
 DTYPES = ("auto", "bf16", "fp32", "fp64")  # auto: bf16 on a GPU, fp32 on the CPU
 DEVICES = ("auto", "cpu", "cuda")
@@ -64,7 +64,7 @@ class Configuration(NamedTuple):
     model_type: str = ""  # the family that a preset or config.json is read as; empty: its own
 
     def to_row(self) -> Json:
-        """What a row says of its configuration, also where nothing was measured."""
+        """What a row says about its configuration, even if nothing was measured."""
         row = self._asdict()
         del row["timeout_s"]
         if not self.model_type:  # rows of older journals do not have it
@@ -147,7 +147,7 @@ def make_matrix(
 
 
 def load_matrix(source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> tuple[Configuration, ...]:
-    """The matrix of a JSON or TOML file, or of a mapping; what is given beside it wins."""
+    """The matrix of a JSON or TOML file, or of a mapping; what is given in addition wins."""
     if isinstance(source, Mapping):
         found, where = dict(source), ""
     else:

@@ -83,7 +83,7 @@ def _describe_trainer(rows: Sequence[Mapping[str, Any]]) -> Json:
 
 
 def _describe_ratio(values: Iterable[float | None]) -> Json | None:
-    """The geometric mean, for a ratio and its inverse must tell the same; least and greatest beside it."""
+    """The geometric mean, so that a ratio and its inverse agree; with the least and the greatest."""
     known = [value for value in values if value]
     if not known:
         return None
@@ -91,7 +91,7 @@ def _describe_ratio(values: Iterable[float | None]) -> Json | None:
     return {"mean": mean, "min": min(known), "max": max(known)}
 
 
-# What names a row: stands in every table that a wide one becomes.
+# What names a row: repeated in every table that a wide one is split into.
 _NAMES = ("trainer", "model", "batch", "seq")
 
 

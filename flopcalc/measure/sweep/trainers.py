@@ -132,7 +132,7 @@ class StandardTrainer:
 class DPSGDTrainer(StandardTrainer):
     """A gradient of every sample by hooks, each clipped to max_grad_norm, summed, noised, averaged.
 
-    Batches are what step() is given: nothing is sampled, so no privacy budget is told.
+    Batches are what step() is given: nothing is sampled, so no privacy budget is reported.
     """
 
     def check(self) -> None:
@@ -344,7 +344,7 @@ def _takes_positions(model: Any) -> bool:
 
 
 def _has_other_tables(model: Any) -> bool:
-    """Whether something beside the words is looked up in a table that trains: positions, most likely."""
+    """Whether something besides the words is looked up in a table that trains: positions, most likely."""
     words = model.get_input_embeddings()
     return any(
         isinstance(each, torch.nn.Embedding) and each is not words and each.weight.requires_grad

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import Phase
-from flopcalc.measure.counters.flop_counter import Counted, count_flops
+from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.meta import unwrap
 from flopcalc.measure.trace.rebind import rebind
@@ -103,14 +103,14 @@ def _is_live(value: object) -> bool:
     )
 
 
-def count_copy(made: torch.nn.Module, batch: Mapping[str, object], phase: Phase = "train") -> Counted:
+def count_copy(made: torch.nn.Module, batch: Mapping[str, object], phase: Phase = "train") -> OperatorCount:
     """A call of what copy_to_meta made, with its own arguments: floats on meta, integers on the host."""
     return run_counted(made, batch, phase, floats_on_meta())
 
 
 def run_counted(
     made: torch.nn.Module, batch: Mapping[str, object], phase: Phase, without_memory: AbstractContextManager[object]
-) -> Counted:
+) -> OperatorCount:
     """A call of a copy, counted, with backward if it trains."""
     random = torch.random.get_rng_state()  # the live step's numbers go on as if nothing had been
     is_training = made.training

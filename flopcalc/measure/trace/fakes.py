@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import Phase
-from flopcalc.measure.counters.flop_counter import Counted
+from flopcalc.measure.counters.flop_counter import OperatorCount
 from flopcalc.measure.hf.models import MAKES_LIKE, MAKES_STORAGE, make_balanced, make_positions
 from flopcalc.measure.trace.copies import keep_hooks, run_counted, set_eager
 from flopcalc.measure.trace.kernels import without_kernels
@@ -56,7 +56,7 @@ class FakeCopy:
         with self._mode:
             return torch.empty(tuple(shape), dtype=torch.float32, device=self.device, requires_grad=requires_grad)
 
-    def count(self, batch: Mapping[str, object], phase: Phase = "train") -> Counted:
+    def count(self, batch: Mapping[str, object], phase: Phase = "train") -> OperatorCount:
         """One call with its own arguments: floats from make_float, integers on the host."""
         with without_kernels():
             return run_counted(self.module, batch, phase, _FloatsFake(self._mode, self.device))
@@ -114,7 +114,7 @@ class _FloatsFake(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _move(self, value: object) -> Any:
-        """What is real on the host, as a FakeTensor beside the floats; a number stays where it is."""
+        """A real tensor on the host as a FakeTensor on the floats' device; a number stays where it is."""
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or not value.dim():
             return value
         return torch.empty(value.shape, dtype=value.dtype, device=self._device)

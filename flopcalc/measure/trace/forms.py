@@ -95,7 +95,7 @@ class Form:
 
     monomials: tuple[str, ...]
     candidates: tuple[Point, ...]
-    far: int = 0  # so many of the last candidates lie beyond chunks and windows: all of them are checked
+    far: int = 0  # this many of the last candidates are beyond chunks and windows: all of them are checked
 
 
 def list_forms(
@@ -135,7 +135,7 @@ def list_forms(
 
 
 def _list_cached(sizes: Sizes) -> list[Form]:
-    """Decoding: linear in the cached keys, of which a window keeps so many."""
+    """Decoding: linear in the cached keys, up to the size of a window."""
     windows = sizes.windows
     points = [{"b": b, "n": 1, "c": c} for c in (5, 11, 7, 17, 23, 9) for b in (1, 2, 3)]
     beyond = sorted({1, FAR, *(size + 3 for size in windows), *(size + 3 for size in sizes.chunks)})

@@ -19,8 +19,8 @@ from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import PHASES, Phase, check_word
 from flopcalc.core.estimate.traced import (
     Polynomials,
-    Traced,
     TracedEstimator,
+    TracedModel,
     load_trace,
     make_key,
     read_versions,
@@ -29,7 +29,7 @@ from flopcalc.core.estimate.traced import (
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
-from flopcalc.measure.counters.flop_counter import Counted, count_flops
+from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
 from flopcalc.measure.trace.copies import copy_to_meta
 from flopcalc.measure.trace.forms import (
@@ -53,7 +53,7 @@ _HF = ("transformers.", "peft.")  # modules of these have a version: their trace
 def _trace(
     module: Any, phase: Phase, resizer: Resizer | None, say: Callable[[str], None], sizes: Sizes, max_length: int = 0
 ) -> Polynomials:
-    """Polynomials of one phase; NoPolynomialError when no form holds. `max_length` 0: as far as the module goes."""
+    """Polynomials of one phase; NoPolynomialError when no form holds. `max_length` 0: as long as the module allows."""
     grids = resizer.list_grids() if resizer is not None and phase != "decode" else []
     kept: dict[str, dict[str, tuple[int, int, int]]] = {}
 
@@ -108,7 +108,7 @@ def _find_longest(trace: Callable[[Point], object]) -> int:
     return 0
 
 
-def _count_point(module: Any, phase: Phase, resizer: Resizer | None, point: Point) -> Counted:
+def _count_point(module: Any, phase: Phase, resizer: Resizer | None, point: Point) -> OperatorCount:
     """One counted step at a point; the module is as before when it ends, however it ends."""
     is_training = module.training
     try:
@@ -251,14 +251,14 @@ def _remove_images(ids: torch.Tensor, resizer: Resizer) -> torch.Tensor:
 
 def _keep(
     module: Any, name: str, model_type: str, found: list[Polynomials], resizer: Resizer | None, key: str | None
-) -> Traced:
+) -> TracedModel:
     total, trainable = count_parameters(module)
     visual: dict[str, object] = {}
     if resizer is not None and resizer.pixels is not None:
         visual = {"tokens": resizer.tokens, "merge": resizer.merge}
     parameters = {"total": total, "trainable": trainable}
     axes = resizer.describe_axes() if resizer is not None else {}
-    traced = Traced(name, model_type, parameters, read_versions(), visual, tuple(found), axes)
+    traced = TracedModel(name, model_type, parameters, read_versions(), visual, tuple(found), axes)
     _say("")
     if key is not None:
         problem = save_trace(key, traced)
@@ -267,7 +267,7 @@ def _keep(
     return traced
 
 
-def trace_config(source: Source, recipe: Recipe, phase: Phase, has_images: bool, key: str) -> Traced:
+def trace_config(source: Source, recipe: Recipe, phase: Phase, has_images: bool, key: str) -> TracedModel:
     """A config that no spec knows: HF's own model is built without memory, traced, and kept under the key."""
     adapted = {name: value for name, value in recipe.to_dict().items() if value and value != "none"}
     try:

@@ -247,5 +247,5 @@ class _Queue:
         return float(min(self._retry_s * 2**doublings, LONGEST_RETRY_S))
 
     def _say(self, message: str) -> None:
-        with contextlib.suppress(Exception):  # warnings turned into errors: there is nobody left to tell
+        with contextlib.suppress(Exception):  # warnings are errors here, and nobody is left to read one
             self._say_to(message)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.base.errors import DeviceError, SpecError
-from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS
+from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, CallMask, PassDirection, ProductDirection
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.routing import EVEN, Routing
@@ -56,11 +56,11 @@ class ProductShape(NamedTuple):
     units: float = 132.0  # processors
 
     def find_share(self, area: int) -> float:
-        """Rate of tiles of so many elements, over that of the largest."""
+        """Rate of tiles with this many elements, over that of the largest."""
         return 1.0 if area >= 32768 else self.half if area >= 16384 else self.quarter if area >= 8192 else self.eighth
 
 
-def time_shape(shape: ProductShape, direction: str, m: int, n: int, k: int) -> float:
+def time_shape(shape: ProductShape, direction: ProductDirection, m: int, n: int, k: int) -> float:
     """Seconds of one product of a layer with n outputs and k inputs over m rows."""
     if direction == "dgrad":
         n, k = k, n
@@ -103,7 +103,7 @@ class GroupShape(NamedTuple):
 
 
 def time_grouped(
-    shape: GroupShape, units: float, direction: str, copies: int, m: int, n: int, k: int, routing: Routing = EVEN
+    shape: GroupShape, units: float, direction: ProductDirection, copies: int, m: int, n: int, k: int, routing: Routing = EVEN
 ) -> float:
     """Products of `copies` experts in one call, m rows in all, as a router deals them out.
 
@@ -131,7 +131,7 @@ def time_grouped(
 
 
 def time_experts(
-    shape: ProductShape, bandwidth: float, weight_bytes: float, direction: str, copies: int, m: int, n: int, k: int,
+    shape: ProductShape, bandwidth: float, weight_bytes: float, direction: ProductDirection, copies: int, m: int, n: int, k: int,
     routing: Routing = EVEN,
 ) -> tuple[float, float]:  # fmt: skip
     """Products of `copies` experts, m rows in all: seconds of their tiles, and of their weights' bytes."""
@@ -154,7 +154,7 @@ def slow_down(power: Sequence[float], rate: float) -> float:
     return float(1 + steepness * max(0.0, rate - start) ** 2)
 
 
-def turn_narrow(direction: str, m: int, n: int, k: int) -> tuple[str, tuple[int, int, int]]:
+def turn_narrow(direction: ProductDirection, m: int, n: int, k: int) -> tuple[str, tuple[int, int, int]]:
     """The form of an adapter's product, and its rows, depth and columns: its rank is the depth, or one of the sides."""
     sizes = {"forward": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[direction]
     return ("grad", "up", "down")[sizes.index(min(sizes))], sizes
@@ -185,7 +185,15 @@ IN_WAVES = ("full", "window", "apart")  # masks under which all blocks of attent
 
 
 def attention_features(
-    units: int, direction: str, mask: str, batch: int, heads: int, kv_heads: int, dim: float, length: int, keys: int
+    units: int,
+    direction: PassDirection,
+    mask: CallMask,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    dim: float,
+    length: int,
+    keys: int,
 ) -> tuple[float, float, float, float]:
     """What the time of an attention call is made of: the call, its queries, its pairs in blocks, its longest row.
 
@@ -207,8 +215,8 @@ def attention_features(
     return 1.0, float(rows), float(rows * step * -(-passed // step)), float(last)
 
 
-def name_mask(mask: str, keys: int) -> str:
-    """A mask that is handed over as a tensor has other kernels where its rows do not start on 16 bytes, or on 4."""
+def name_mask(mask: CallMask, keys: int) -> str:
+    """A mask tensor has other kernels if its rows do not start on 16 bytes, or on 4."""
     if mask not in ("window", "apart") or not keys % 8:
         return mask
     return "window-odd" if keys % 2 else "window-even"
@@ -235,7 +243,7 @@ _UNMEASURED = 0.3  # relative error of a time that is scaled from another device
 # others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
 _SHARES = {"a100": 0.83, "a800": 0.83, "tpu": 0.82}
 _SHARE = 0.72
-_STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps that tell, nearest first
+_STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps to use, nearest first
 _NARROW_RATE = 0.6  # of its rate that a format keeps in products of an adapter's rank: one step of rank 64
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
 # What a rank is padded to: 48 takes as long as 64 (lora-qwen2-7b in benchmarks/results/blind_steps_5.json).
@@ -386,7 +394,7 @@ class Machine:
         return KernelTime(seconds, 2 * self._find_error("product"), self.is_measured)
 
     def _find_product(
-        self, direction: str, m: int, n: int, k: int, copies: int, routing: Routing = EVEN
+        self, direction: ProductDirection, m: int, n: int, k: int, copies: int, routing: Routing = EVEN
     ) -> KernelTime:
         error = self._find_error("product")
         if not min(m, n, k):
@@ -404,7 +412,7 @@ class Machine:
         ratio, nearness = self._correct(direction, math.log2(m), math.log2(n), math.log2(k))
         return KernelTime(seconds * ratio, error * (2 - nearness), self.is_measured)
 
-    def _find_slower(self, step: int, direction: str) -> float:
+    def _find_slower(self, step: int, direction: ProductDirection) -> float:
         """What widths that are no multiple of 8 cost.
 
         Steps of 2 that were not measured are as those of 4: kernels for both copy 4 bytes at once, those for 1 do not.
@@ -415,7 +423,7 @@ class Machine:
                 return table[str(known)][direction]
         return 1.0
 
-    def _correct(self, direction: str, m: float, n: float, k: float) -> tuple[float, float]:
+    def _correct(self, direction: ProductDirection, m: float, n: float, k: float) -> tuple[float, float]:
         """What shapes nearby took over what the formula gives them, drawn towards 1; how near they are, 0 to 1."""
         total, weights = 0.0, 0.0
         for a, b, c, ratio in self._residuals.get(direction, ()):
@@ -450,7 +458,7 @@ class Machine:
         tables = self.constants["attention"]
         table = tables.get(call.kernel or self.device.sdpa or "flash") or next(iter(tables.values()))
         if call.mask == "decode" and not any("/decode/" in name for name in table):
-            # Decoding reads keys, whatever the kernel: any table that has it tells.
+            # Decoding reads keys with any kernel, so any table that has it will do.
             table = next((other for other in tables.values() if any("/decode/" in name for name in other)), table)
         found = self._find_attention(table, call)
         if found is None:

@@ -73,7 +73,7 @@ class Serving(Step):
             for i in range(first, last + 1):
                 working[i] += stream if placed[i].op.kind == "linear" else 0
                 working[i] += gathered if i > first else 0
-            # At the end beside them: what the last product made, weighed, and the same in the tokens' order.
+            # At the end also: what the last product made, weighted, and the same in the tokens' order.
             made = placed[last].rows * placed[last].op.n_out
             is_float = gathers.get(placed[last].op.name, 0) == FLOAT * made
             working.append(stream + gathered + made * (self.bytes + 2 * (FLOAT if is_float else self.bytes)))
@@ -82,7 +82,7 @@ class Serving(Step):
     def _count_working(
         self, placed: list[Placed], i: int, stream: int, written_out: set[str], casts: dict[str, int], is_tower: bool
     ) -> int:
-        """Bytes beside the residual stream while one op runs; the normed stream stays until its block is done."""
+        """Bytes without the residual stream while one op runs; the normed stream stays until its block is done."""
         op, rows = placed[i].op, placed[i].rows
         if op.kind == "norm":
             return 2 * FLOAT * rows * op.size
@@ -96,9 +96,9 @@ class Serving(Step):
             queries = before.rows * op.heads * op.qk if before is not None else 0
             if before is None or not casts.get(op.name, 0) == FLOAT * queries > 0:
                 return stream + width + 3 * self.bytes * queries  # the rotation's products
-            # In float32 both operands stay, and what is rotated: queries, then keys beside the rotated queries. The
-            # third stream that a language's layer holds, the residual behind attention, is not there yet: the normed
-            # one stands in its place.
+            # In float32 both operands stay, and what is rotated: queries, then keys and the rotated queries. The
+            # third stream that a language's layer holds, the residual after attention, is not there yet: the normed
+            # one takes its place.
             keys = min(queries, before.rows * (op.latent or op.kv_heads * (op.qk + op.v)) // 2)
             rotated = queries + keys + max(3 * queries, queries + 3 * keys)
             return (stream if is_tower else 0) + width + FLOAT * rotated
@@ -150,7 +150,7 @@ def _find_written_out(rows: tuple[Operator, ...], stage: Stage) -> set[str]:
 
 
 def _find_written(rows: tuple[Operator, ...], stage: Stage, kind: str) -> dict[str, int]:
-    """Per module of a stage, the most bytes that one call of a kind writes: they tell what is computed in float32."""
+    """Per module of a stage, the most bytes that one call of a kind writes: they show what is computed in float32."""
     prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
     found: dict[str, int] = {}
     for row in rows:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.base.units import format_bytes
-from flopcalc.base.vocabulary import CAST_FORMATS, Execution
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution, StateOptimizer
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
@@ -54,7 +54,7 @@ _FREED = "gradients are freed before the forward pass; where several passes add 
 
 
 class Optimizer(NamedTuple):
-    """What an optimizer keeps per trainable parameter, and what its step needs beside."""
+    """What an optimizer keeps per trainable parameter, and what its step needs in addition."""
 
     states: int  # numbers per parameter
     state_bytes: int  # of each number; 0: as the parameter's own
@@ -144,7 +144,7 @@ class Tensors(NamedTuple):
     head: int = 0  # bytes of the head's weight, which has such a gradient too, while its backward pass runs
     stream: int = 0  # bytes of the tensor that the head reads
 
-    def __hash__(self) -> int:  # a few numbers tell: one is looked up for every layout of a plan
+    def __hash__(self) -> int:  # a few numbers suffice: one is looked up for every layout of a plan
         return hash((self.outside, self.loss, self.inputs))
 
 
@@ -153,7 +153,7 @@ def predict_memory(
     load: Workload,
     *,
     dtype: str | None = None,
-    optimizer: str = "adamw",
+    optimizer: StateOptimizer = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
     shards: Shards = Shards(),  # noqa: B008
@@ -179,7 +179,7 @@ def list_tensors(
     load: Workload,
     *,
     dtype: str | None = None,
-    optimizer: str = "adamw",
+    optimizer: StateOptimizer = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
     is_light: bool = False,
@@ -300,7 +300,7 @@ def _count_bytes(kind: str) -> int:
 
 
 class _Moment(NamedTuple):
-    """What is there at a moment of a training step, beside what always is: bytes."""
+    """Bytes at a moment of a training step, without those that are always there."""
 
     name: str
     gradients: SplitBytes  # before ZeRO
@@ -309,7 +309,7 @@ class _Moment(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a device holds of a step before ZeRO divides it: bytes, but for parameters."""
+    """Bytes that a device holds of a step before ZeRO divides it, without parameters."""
 
     weights: SplitBytes
     trained: SplitBytes  # parameters
@@ -338,7 +338,7 @@ def _take_parts(tensors: Tensors, shards: Shards) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=256)
 def _count_dummies(tensors: Tensors, tensor: int) -> int:
-    """Bytes of the unused gradients: one tensor for each shape on a device of so many that share a layer."""
+    """Bytes of the unused gradients: one tensor for each shape on a device of those that share a layer."""
     shapes = set()
     for each in tensors.dummies:
         n = -(-each.n // tensor) if each.side == "column" else each.n
@@ -360,7 +360,7 @@ def cut_step(tensors: Tensors, shards: Shards) -> Cut:
     loss = -(-tensors.loss // cut) + tensors.head // shards.tensor + gathered if shards.has_last else 0
     moments = [_Moment("loss", SplitBytes(), kept, loss)]
     dense = other = 0  # gradients that are there
-    left = kept - outside  # what no stage holds belongs to the logits, but for a few masks
+    left = kept - outside  # what no stage holds belongs to the logits, except a few masks
     waiting: dict[str, int] = {}  # first gradients of shared weights, kept until the second is there
     for part in reversed(parts):
         if part.extra:

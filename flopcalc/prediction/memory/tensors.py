@@ -122,7 +122,7 @@ class Step:
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
         self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
         self.values: dict[Sum, int] = {}
-        # PEFT keeps adapters in float32 beside a half-precision model.
+        # PEFT keeps adapters in float32 with a half-precision model.
         self.has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
         adapter = estimator.formats.adapter
         self.trained_bytes = find_computed(adapter or estimator.formats.model).bits // 8

@@ -40,7 +40,7 @@ def element(tag: str, *children: object, **attributes: object) -> Html:
 
 
 def number(value: float | None, text: str) -> Html:
-    """A value as it stands in the JSON, shown as `text`; a dash where there is none."""
+    """A value as in the JSON, shown as `text`; a dash if there is none."""
     is_known = value is not None and value == value  # NaN is unequal to itself
     return element("data", text, value=repr(value)) if is_known else Html("–")
 

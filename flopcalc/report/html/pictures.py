@@ -15,7 +15,7 @@ _MOST_POINTS = 400  # of a curve: neighbours are averaged
 
 
 class Bar(NamedTuple):
-    """A value, how it is written, and perhaps the interval that it lies in, or the parts that add up to it."""
+    """A value, how it is written, and perhaps the interval around it, or the parts that add up to it."""
 
     label: str
     value: float
@@ -90,7 +90,7 @@ def _draw_parts(bar: Bar, y: float, scale: float) -> list[Html]:
 
 
 def draw_stack(title: str, parts: Sequence[Bar], limit: Bar | None, caption: object = "") -> Html:
-    """Parts side by side in one bar, and a line where the limit lies."""
+    """Parts side by side in one bar, and a line at the limit."""
     total = sum(part.value for part in parts)
     most = max(total, limit.value if limit else 0) * 1.01 or 1.0
 
@@ -205,7 +205,7 @@ def _split(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[floa
 
 
 def thin(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
-    """At most so many points as a window shows: neighbours are averaged, a group without any value stays a gap."""
+    """At most as many points as a window shows: neighbours are averaged, a group without any value stays a gap."""
     count = min(len(points), _MOST_POINTS)
     found: list[tuple[float, float | None]] = []
     for at in range(count):
@@ -247,7 +247,7 @@ class _Plot:
 
 
 def find_ticks(low: float, high: float, most: int, *, is_log: bool = False) -> list[float]:
-    """Round numbers from low to high, at most so many; on a logarithmic axis of a decade or more 1, 2, 5, 10 …"""
+    """Round numbers from low to high, at most `most`; on a logarithmic axis of a decade or more 1, 2, 5, 10 …"""
     if is_log and high / low >= 10:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for digits in ((1, 2, 5), (1,)):

@@ -74,7 +74,7 @@ def _draw_time(result: Json) -> list[Html]:
 
 
 def draw_bytes(parts: Mapping[str, int], capacity: int | None) -> list[Html]:
-    """Bytes at the peak in one bar, beside what the device has; a table of the same."""
+    """Bytes at the peak in one bar, with what the device has; a table of the same."""
     shown = {name.replace("_", " "): size for name, size in parts.items() if size}
     limit = None if capacity is None else Bar("capacity", capacity, format_bytes(capacity))
     bars = [Bar(name, size, format_bytes(size)) for name, size in shown.items()]

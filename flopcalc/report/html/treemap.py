@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
     value: int
 
 
-class Tile(NamedTuple):
+class TreemapTile(NamedTuple):
     """A leaf with its place; `group` numbers the part of the model that it belongs to."""
 
     leaf: Leaf
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     box: Box
 
 
-class Group(NamedTuple):
+class TreemapGroup(NamedTuple):
     """A part of the model: its path, the sum of its leaves, and its place."""
 
     path: str
@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
 
 class Node:
-    """A module with what lies in it."""
+    """A module with what is in it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Node:
         return (self.leaf.value if self.leaf else 0) + sum(child.value for child in self.children.values())
 
     def list_parts(self) -> list[Node]:
-        """What it is divided into, largest first; work of its own is a part beside its children."""
+        """What it is divided into, largest first; work of its own is a part next to its children."""
         parts = list(self.children.values())
         if self.leaf is not None and parts:
             own = Node(self.path)
@@ -120,7 +120,7 @@ def _find_worst(largest: float, smallest: float, covered: float, side: float) ->
 
 
 def _fill_strip(areas: Sequence[float], covered: float, box: Box) -> tuple[list[Box], Box]:
-    """Boxes in a strip along the shorter side, and what is left beside it."""
+    """Boxes in a strip along the shorter side, and what is left next to it."""
     x, y, width, height = box
     boxes = []
     if width >= height:
@@ -136,22 +136,22 @@ def _fill_strip(areas: Sequence[float], covered: float, box: Box) -> tuple[list[
     return boxes, Box(box.x, y + thickness, width, max(height - thickness, 1e-9))
 
 
-def arrange(leaves: Sequence[Leaf], box: Box) -> tuple[list[Group], list[Tile]]:
-    """Every leaf's place in a box, and the groups that they lie in."""
+def arrange(leaves: Sequence[Leaf], box: Box) -> tuple[list[TreemapGroup], list[TreemapTile]]:
+    """Every leaf's place in a box, and the groups around them."""
     nodes = find_groups(build_tree(leaves))
     places = squarify([node.value for node in nodes], box)
     groups, tiles = [], []
     for at, (node, place) in enumerate(zip(nodes, places, strict=True)):
-        groups.append(Group(node.path, node.value, place))
+        groups.append(TreemapGroup(node.path, node.value, place))
         tiles += _place(node, node.path.rpartition(".")[0], at, place)
     return groups, tiles
 
 
-def _place(node: Node, above: str, group: int, box: Box) -> list[Tile]:
+def _place(node: Node, above: str, group: int, box: Box) -> list[TreemapTile]:
     parts = node.list_parts()
     if not parts:
         assert node.leaf is not None  # only leaves have no parts
-        return [Tile(node.leaf, node.leaf.path.removeprefix(f"{above}."), group, box)]
+        return [TreemapTile(node.leaf, node.leaf.path.removeprefix(f"{above}."), group, box)]
     tiles = []
     for part, place in zip(parts, squarify([part.value for part in parts], box), strict=True):
         tiles += _place(part, above if part.path == node.path else node.path, group, place)

@@ -1,4 +1,4 @@
-"""Launch files of training frameworks: what they say of model, LoRA, precision, batch, length, checkpointing, GPUs."""
+"""Launch files of training frameworks: the model, LoRA, precision, batch, length, checkpointing, GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flopcalc.base.files import read_path
 from flopcalc.base.units import check_items, parse_size
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.setup.fields import list_fields
-from flopcalc.setup.launch.settings import Settings, Taken
+from flopcalc.setup.launch.settings import LaunchSettings, Taken
 
 # Asked in this order: the first whose keys are in the file reads it.
 FRAMEWORKS = (
@@ -45,7 +45,7 @@ def read_launch(launch: Any) -> Launch:
     if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
         raise ConfigError(f"launch must be {form}, not {format_value(launch)}")
     names = [read_path(path, "launch", ConfigError) for path in paths]
-    settings = Settings()
+    settings = LaunchSettings()
     frameworks, unknown = [], []
     for path in names:
         values = _flatten(_load(path))
@@ -67,7 +67,7 @@ def read_launch(launch: Any) -> Launch:
     return Launch(tuple(names), tuple(frameworks), settings.finish(), tuple(unknown))
 
 
-class Applied(NamedTuple):
+class LaunchOptions(NamedTuple):
     """What a command takes from launch files: its options, and a report."""
 
     options: dict[str, Any]
@@ -91,7 +91,7 @@ class Applied(NamedTuple):
         return notes
 
 
-def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: object = None) -> Applied:
+def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: object = None) -> LaunchOptions:
     """What launch files say for a command; `given` are the fields that the user gave, which win."""
     found = read_launch(launch)
     taken, unknown = dict(found.taken), list(found.not_understood)
@@ -126,7 +126,7 @@ def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: 
         "taken": [{"option": word, "value": each.value, "key": each.key} for word, each in kept.items()],
         "overridden": overridden, "not_understood": unknown,
     }  # fmt: skip
-    return Applied({word: each.value for word, each in kept.items()}, report)
+    return LaunchOptions({word: each.value for word, each in kept.items()}, report)
 
 
 def _shorten(value: object) -> str:

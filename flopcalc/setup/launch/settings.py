@@ -26,7 +26,7 @@ class Taken(NamedTuple):
     key: str
 
 
-class Settings:
+class LaunchSettings:
     """What launch files have said so far, under plain words; the first to say something holds."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import flopcalc
 from flopcalc import DeviceError, FlopcalcError, Utilization, bind, calculate_mfu, get_gpu_peak_flops, hfu, mfu
 from flopcalc.compat import profile_model_flops
-from flopcalc.core.estimate.utilization import Peak, find_peak
+from flopcalc.core.estimate.utilization import FormatPeak, find_peak
 
 MODEL = "sweep-tiny"
 RECIPE = {"recompute": "full"}
@@ -22,7 +22,7 @@ def test_mfu_is_flops_over_time_and_peak() -> None:
     share = mfu(estimate, 0.5, peak=1e12)
     assert share == mfu(estimate, 0.5, peak=1e12, num_devices=2)
     assert share.value == estimate.total / (0.5 * 1e12 * 2)
-    assert share == Utilization(share.value, 1e12, None, "bf16", None, (Peak("bf16", estimate.total, 1e12),))
+    assert share == Utilization(share.value, 1e12, None, "bf16", None, (FormatPeak("bf16", estimate.total, 1e12),))
     assert float(share) == share.value
     assert share.to_dict() == {
         "value": share.value, "peak_flops_per_s": 1e12, "device": None, "dtype": "bf16", "of_bf16_peak": None,
@@ -204,7 +204,7 @@ def test_mixed_formats_are_ideal_time_over_measured_time() -> None:
     share = mfu(estimate, 0.05, device="h200")
     assert share.value == pytest.approx(ideal / 0.05, rel=1e-12)
     assert (round(share.value, 4), share.dtype) == (0.3112, "fp8+bf16")
-    assert share.peaks == (Peak("fp8", flops["fp8"], 1978.9e12), Peak("bf16", flops["bf16"], 989.4e12))
+    assert share.peaks == (FormatPeak("fp8", flops["fp8"], 1978.9e12), FormatPeak("bf16", flops["bf16"], 989.4e12))
     assert share.of_bf16_peak == sum(flops.values()) / (0.05 * 989.4e12)
     assert share.peak_flops_per_s == sum(flops.values()) / ideal
     with pytest.warns(FutureWarning, match="this estimate is of 1 GPU, not 2: give gpus=2 to estimate_flops instead"):

@@ -11,7 +11,7 @@ from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.number_formats import load_computed, parse_compute
 from flopcalc.base.vocabulary import DTYPES
 from flopcalc.core.count.products import Weights
-from flopcalc.core.recipe.formats import Stored, load_stored, parse_stored
+from flopcalc.core.recipe.formats import StoredFormat, load_stored, parse_stored
 from flopcalc.core.workload.workload import make_workload
 
 MODEL = {
@@ -323,7 +323,7 @@ def test_the_file_is_whole() -> None:
         assert format_.is_quantized
         assert not format_.compute or format_.compute in computed
     assert all(parse_compute(alias.upper(), "x") == name for alias, name in aliases.items())
-    assert parse_stored("torch.float32", "x") == Stored("fp32", 32)
+    assert parse_stored("torch.float32", "x") == StoredFormat("fp32", 32)
     assert parse_stored("nf4-g128", "x").flat == 128
 
 

@@ -12,7 +12,7 @@ import pytest
 from flopcalc import bind, estimate_flops
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli import main
-from flopcalc.core.estimate.traced import Polynomials, Traced, TracedEstimator
+from flopcalc.core.estimate.traced import Polynomials, TracedEstimator, TracedModel
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Recipe
 
@@ -115,7 +115,7 @@ def test_deep_json(tmp_path: Path) -> None:
 
 def test_decoding_a_trace() -> None:
     polynomials = Polynomials("decode", False, ("b * c",), {"layer": ((2,), (0,), (0,))})  # type: ignore[dict-item]
-    traced = Traced("m", "m", {"total": 1, "trainable": 1}, {}, {}, (polynomials,), {})
+    traced = TracedModel("m", "m", {"total": 1, "trainable": 1}, {}, {}, (polynomials,), {})
     estimator = TracedEstimator(traced, Source("m", {"model_type": "m"}, "m"), Recipe())
     assert estimator(1, 3, phase="decode", context=4).total == 2 * (4 + 5 + 6)
     with pytest.raises(FlopcalcError, match="at most 100,000, not 100001"):

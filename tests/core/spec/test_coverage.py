@@ -43,7 +43,7 @@ def test_the_release_is_the_pinned_one() -> None:
 
 
 @pytest.mark.parametrize("mapping", COVERAGE.mappings, ids=lambda mapping: mapping.name)
-def test_a_type_without_a_spec_has_a_reason(mapping: page.Mapping) -> None:
+def test_a_type_without_a_spec_has_a_reason(mapping: page.AutoMapping) -> None:
     assert not [entry.model_type for entry in mapping.entries if entry.spec is None and not entry.reason]
 
 

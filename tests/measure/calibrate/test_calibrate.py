@@ -18,7 +18,7 @@ from places import HELPERS
 from flopcalc.base.errors import CalibrationError, DeviceError
 from flopcalc.cli import main
 from flopcalc.hardware import tables as calibration
-from flopcalc.hardware.tables import Shape, load_table
+from flopcalc.hardware.tables import TableShape, load_table
 from flopcalc.measure.calibrate import probe, suite
 from flopcalc.measure.calibrate import run as module
 from flopcalc.measure.calibrate.run import calibrate, check
@@ -41,7 +41,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE_RUNNER", str(os.getpid()))
     monkeypatch.setattr(module, "probe_machine", lambda *_: dict(MACHINE))
     monkeypatch.setitem(module.TABLES, "fake", calibrate_stand_in.plan)
-    monkeypatch.setitem(calibration.SHAPES, "fake", Shape(("name", "n"), ("seconds",), ("count",)))
+    monkeypatch.setitem(calibration.SHAPES, "fake", TableShape(("name", "n"), ("seconds",), ("count",)))
     return tmp_path
 
 
@@ -214,7 +214,7 @@ def test_plans_are_torch_free_and_their_rows_json() -> None:
 
 # --- the real tables at tiny sizes ------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.Table]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.MeasuredTable]:
     """The test suite's tables, each row run in this process."""
     settle_bf16()
     out = tmp_path_factory.mktemp("tables")
@@ -237,7 +237,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.
 
 
 @pytest.mark.heavy
-def test_every_record_fills_its_tables_keys(measured: dict[str, calibration.Table]) -> None:
+def test_every_record_fills_its_tables_keys(measured: dict[str, calibration.MeasuredTable]) -> None:
     for name, table in measured.items():
         keys = [tuple(record[key] for key in calibration.SHAPES[name].keys) for record in table.records()]
         assert keys, name
@@ -246,7 +246,7 @@ def test_every_record_fills_its_tables_keys(measured: dict[str, calibration.Tabl
 
 
 @pytest.mark.heavy
-def test_counts_agree_with_the_counter_where_attention_is_eager(measured: dict[str, calibration.Table]) -> None:
+def test_counts_agree_with_the_counter_where_attention_is_eager(measured: dict[str, calibration.MeasuredTable]) -> None:
     rows = measured["counts"].select(kernel="eager")
     assert {row["recompute"] for row in rows} == {"none", "full"}
     assert all(row["flop_counter"] == row["analytic_hardware"] for row in rows)
@@ -255,7 +255,7 @@ def test_counts_agree_with_the_counter_where_attention_is_eager(measured: dict[s
 
 
 @pytest.mark.heavy
-def test_padding_rows_sum_to_the_step(measured: dict[str, calibration.Table]) -> None:
+def test_padding_rows_sum_to_the_step(measured: dict[str, calibration.MeasuredTable]) -> None:
     for family in ("llama", "qwen2_5_vl"):
         (step,) = measured["counts"].select(family=family, kernel="eager", recompute="none")
         rows = measured["padding"].select(family=family)
@@ -270,7 +270,7 @@ def test_padding_rows_sum_to_the_step(measured: dict[str, calibration.Table]) ->
 
 
 @pytest.mark.heavy
-def test_memory_factors_are_relative_to_a_copy(measured: dict[str, calibration.Table]) -> None:
+def test_memory_factors_are_relative_to_a_copy(measured: dict[str, calibration.MeasuredTable]) -> None:
     table = measured["memory"]
     assert table.select(op="copy")[0]["factor"] == pytest.approx(1.0, rel=1e-3)
     assert table.select(op="hf_rms_norm", direction="backward")[0]["factor"] > 0

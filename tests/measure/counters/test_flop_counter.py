@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from flopcalc.measure.counters.flop_counter import FORMULAS, Counted, count_flops
-from flopcalc.prediction.kinds import KINDS, classify
+from flopcalc.measure.counters.flop_counter import FORMULAS, OperatorCount, count_flops
+from flopcalc.prediction.operator_kinds import KINDS, classify
 
 Tensor = Any
 _EMPTY = nn.Module()
 
 
-def ours(step: Callable[[], Any]) -> Counted:
+def ours(step: Callable[[], Any]) -> OperatorCount:
     counted = count_flops(_EMPTY, step)
     assert counted.not_counted == {}
     return counted
@@ -302,7 +302,7 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def run(model: nn.Module) -> Counted:
+def run(model: nn.Module) -> OperatorCount:
     x = torch.randn(4, 6, requires_grad=True)
     counted = count_flops(model, lambda: model(x).square().sum().backward())
     assert counted.not_counted == {}
@@ -402,7 +402,7 @@ _RECIPES: list[dict[str, Any]] = [
 def measure(
     config: dict[str, Any], workload: dict[str, Any], recipe: dict[str, Any] | None = None, *,
     attention: str = "eager", experts: str | None = None, device: str = "cpu",
-) -> tuple[Counted, int, int]:  # fmt: skip
+) -> tuple[OperatorCount, int, int]:  # fmt: skip
     """One counted step of a HF model, its parameters, and those that train."""
     pytest.importorskip("transformers")
     from flopcalc.measure.hf.examples import find_example

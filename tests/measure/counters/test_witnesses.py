@@ -693,7 +693,7 @@ def test_the_product_for_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "num_attention_heads": 2, "vocab_size": 9,
     }  # fmt: skip
     load = make_workload(2, 4)
-    expected = witness._Expected(witness.load_config(config), load, make_recipe(), "eager", None)
+    expected = witness._ExpectedCounts(witness.load_config(config), load, make_recipe(), "eager", None)
     assert expected.product is not None
     assert sorted(expected.product) == [8, 8, 24]
     assert expected.product[0] == 8

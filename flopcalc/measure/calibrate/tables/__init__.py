@@ -50,14 +50,14 @@ class Bench:
     def __init__(self, device: str) -> None:
         import torch
 
-        from flopcalc.measure.calibrate.provenance import Gauge
+        from flopcalc.measure.calibrate.provenance import DeviceGauge
 
         self.torch = torch
         self.device = device
         self.is_gpu = device == "cuda"
         if self.is_gpu and not torch.cuda.is_available():
             raise RuntimeError("torch sees no CUDA device")
-        self.gauge = Gauge() if self.is_gpu else None
+        self.gauge = DeviceGauge() if self.is_gpu else None
         self._counter: Any = None
         self._counter_failed: str | None = None
         self._cycles_per_s = 1.9e9

@@ -1,7 +1,7 @@
 """Tables counts and padding: analytic FLOPs of whole steps against what a real step executed, and each product alone.
 
 `counts` runs a few layers of each family at real widths. `padding` takes the op list of the same steps and measures
-every distinct product and attention call by itself, so that the sum of its rows says where a step's excess lies.
+every distinct product and attention call by itself, so that the sum of its rows says where a step's excess comes from.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def plan_padding(suite: str) -> list[Job]:
                 key = f"{family}/{seq}x{batch}/{call['kernel'] or call['kind']}/{call['shape']}/{call['direction']}"
                 module, calls, again = call.pop("module"), call.pop("calls"), call.pop("calls_recompute")
                 modules = rows.setdefault(key, {**about, **call, "modules": {}})["modules"]
-                # Layers of one stack may stand in several blocks (windowed and full ones): one row, calls added.
+                # Layers of one stack may be in several blocks (windowed and full ones): one row, calls added.
                 before = modules.get(module, [0, 0])
                 modules[module] = [before[0] + calls, before[1] + again]
     args = {"device": get_device(suite), "suite": suite}

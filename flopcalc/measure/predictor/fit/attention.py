@@ -40,7 +40,7 @@ def fit_attention(points: Sequence[AttentionPoint], units: int) -> dict[str, dic
         call_s = shortest[group[0].direction]
         rows = [(_list_features(point, units), point.seconds) for point in group]
         if _determines_all(group, call_s):
-            # The shortest call of all stands for one without queries: no kernel starts later.
+            # The shortest call of all is taken as one without queries: no kernel starts later.
             start = [] if group[0].mask in IN_WAVES else [((1.0, 0.0, 0.0, 0.0), call_s)]
             constants = solve_nonnegative([*rows, *start])
         else:

@@ -154,7 +154,7 @@ def fit_gaps_and_power(cases: Sequence[ModelledCase], constants: Constants) -> t
 
 
 def fit_gap(cases: Sequence[ModelledCase], constants: Constants) -> float | None:
-    """Seconds between kernels of training steps, at a clock that is known; None if no step tells."""
+    """Seconds between kernels of training steps, at a clock that is known; None if no step has one."""
     machine = make_machine(constants)
     found = [step for each in cases if (step := _read_bound_step(each, machine))]
     steps = [step for step in found if step.mode == "train"]

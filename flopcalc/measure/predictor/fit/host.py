@@ -144,7 +144,7 @@ def fit_types(
             name = name_factor("forward", "vision" if has_images else "", case["phase"])
             rows.setdefault((model_type, name), []).append(_split_seconds(each, seconds, machine, known, name))
         for (model_type, name), entries in rows.items():
-            if has_images:  # what images take beside a tower's layers is recorded: a tower has a factor only
+            if has_images:  # what images take besides a tower's layers is recorded, so a tower only has a factor
                 entries = [((0.0, operators), value) for (_, operators), value in entries]
             usual_s = 0.0 if has_images else constants["host"][name_phase(name)][0]
             fitted.setdefault(model_type, {})[name] = round_digits(solve_call_and_factor(entries, usual_s, pulls))

@@ -245,7 +245,7 @@ def _count_bytes(name: str, kind: str, tensors: Sequence[tuple[int, int]], float
 
 
 def _name_layout(kind: str, kernel_name: str, tensors: Sequence[tuple[int, int]], floats: set[str]) -> str:
-    """The kind with how its tensors lie in memory, which the kernel's name tells."""
+    """The kind with the memory layout of its tensors, which the kernel's name shows."""
     if kind not in ("pointwise", "copy", "cast"):
         return kind
     is_contiguous = "vectorized" in kernel_name or "Memcpy" in kernel_name or "unrolled" in kernel_name

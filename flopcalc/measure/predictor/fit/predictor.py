@@ -114,7 +114,7 @@ def fit_again(
 
     Its other kernels stay. `others` are small steps of more model types, perhaps of another machine, `more_calls`
     single calls of kernels that the records do not show, and `elsewhere` steps of other machines of the same device,
-    which tell the time between kernels better than one machine does.
+    which give the time between kernels better than one machine does.
     """
     records = list(records)
     device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED

@@ -10,7 +10,7 @@ import pytest
 from tiers import mark_heavy
 
 from flopcalc import Estimate, FlopcalcError, estimate_flops
-from flopcalc.core.estimate.quoted import QuotedScope, count_quoted, find_quoted, load_quoted
+from flopcalc.core.estimate.published_conventions import QuotedScope, count_quoted, find_quoted, load_quoted
 from flopcalc.core.spec.expressions import parse
 
 NAMES = [

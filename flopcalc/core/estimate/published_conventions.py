@@ -39,7 +39,7 @@ _INNER = ("text_config", "llm_config", "language_config", "thinker_config.text_c
 
 
 @dataclass(frozen=True)
-class Quoted:
+class PublishedConvention:
     """One convention: its formula as terms that add up, what it counts, and where it was read."""
 
     name: str
@@ -55,7 +55,7 @@ class Quoted:
     published_rows: int = 0  # of docs/published.md that count in it: among equals the commonest is named first
 
 
-class Estimating(Protocol):
+class FormulaEstimator(Protocol):
     """What a formula asks of an estimator."""
 
     origin: str
@@ -73,7 +73,7 @@ class Estimating(Protocol):
 class QuotedFile:
     """The file: conventions in its order, shared definitions, and what a model copies for multi-token prediction."""
 
-    conventions: Mapping[str, Quoted]
+    conventions: Mapping[str, PublishedConvention]
     names: Mapping[str, list[str]]
 
 
@@ -83,15 +83,15 @@ def load_quoted() -> QuotedFile:
     path = os.path.join(find_data_dir(), _FILE)
     tables = load_toml(path)
     names = {name: _list(value) for name, value in tables.pop("names", {}).items()}
-    conventions: dict[str, Quoted] = {}
+    conventions: dict[str, PublishedConvention] = {}
     for name, table in tables.items():
         if wrong := (_KEYS - set(table)) | (set(table) - _KEYS - _OPTIONAL):
             raise SpecError(f"{path}: {name}: {', '.join(sorted(wrong))}: missing or not known")
-        conventions[name] = Quoted(name, **{**table, "types": tuple(table.get("types", ()))})
+        conventions[name] = PublishedConvention(name, **{**table, "types": tuple(table.get("types", ()))})
     return QuotedFile(conventions, names)
 
 
-def find_quoted(name: object) -> Quoted:
+def find_quoted(name: object) -> PublishedConvention:
     """The convention of a name, or an error with the nearest names."""
     known = load_quoted().conventions
     if isinstance(name, str) and name.lower() in known:
@@ -100,7 +100,7 @@ def find_quoted(name: object) -> Quoted:
     raise FlopcalcError(f"no convention {format_value(name)}.{near} Known: {', '.join(known)}")
 
 
-def count_quoted(estimator: Estimating, load: Workload, name: str, mtp: int | None = None) -> dict[str, int]:
+def count_quoted(estimator: FormulaEstimator, load: Workload, name: str, mtp: int | None = None) -> dict[str, int]:
     """FLOPs of one step under a quoted convention, term by term; `mtp`: layers of multi-token prediction that train."""
     quoted = find_quoted(name)
     if estimator.origin == "trace":
@@ -115,7 +115,7 @@ class QuotedScope:
     """The names of a formula: dims, parameters, tokens, and forward FLOPs by part, of one model on one workload."""
 
     def __init__(
-        self, estimator: Estimating, load: Workload, mtp: str = "0", names: Mapping[str, list[str]] | None = None
+        self, estimator: FormulaEstimator, load: Workload, mtp: str = "0", names: Mapping[str, list[str]] | None = None
     ) -> None:
         self._estimator = estimator
         self._load = load
@@ -225,7 +225,7 @@ class QuotedScope:
         }
 
 
-def _list_configs(estimator: Estimating) -> Iterator[tuple[dict[str, Any], Spec]]:
+def _list_configs(estimator: FormulaEstimator) -> Iterator[tuple[dict[str, Any], Spec]]:
     """The config of a model and that of the language model inside it, each with its spec."""
     yield estimator.source.config, estimator.spec
     for key in _INNER:

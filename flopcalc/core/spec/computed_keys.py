@@ -33,7 +33,7 @@ def _is_prime(number: int, primes: list[int]) -> bool:
 def _list_primes(first: int, count: int) -> list[int]:
     """The first primes from a number on."""
     small: list[int] = []
-    for number in range(2, math.isqrt(2 * first + 10**5) + 1):  # `count` primes more lie far below that square
+    for number in range(2, math.isqrt(2 * first + 10**5) + 1):  # the next `count` primes are far below that square
         if _is_prime(number, small):
             small.append(number)
     primes: list[int] = []
@@ -48,7 +48,7 @@ def _list_primes(first: int, count: int) -> list[int]:
 def _list_ngram_tables(lookup: Lookup) -> list[int]:
     """Rows of each layer's table of hashed n-grams: every head's are another prime, in the order of layers and heads.
 
-    One entry more than there are layers, for the layers behind the last table.
+    One entry more than there are layers, for the layers after the last table.
     """
     heads = (_read_whole(lookup, "ngram_size") - 1) * _read_whole(lookup, "heads_per_ngram")
     base, layers = _read_whole(lookup, "ngram_vocab_size_base"), lookup("ple_layer_ids")
@@ -63,13 +63,13 @@ def _list_ngram_tables(lookup: Lookup) -> list[int]:
     return [sum(primes[heads * i : heads * (i + 1)]) for i in range(tables + 1)]
 
 
-def find_derived(name: str) -> Callable[[Lookup], Any] | None:
+def find_computed(name: str) -> Callable[[Lookup], Any] | None:
     """What computes the value of this name; None: nothing does."""
     if name == "ngram_table_rows":
         return _list_ngram_tables
     if not name.endswith("_blocks"):
         return None
-    from flopcalc.core.spec.convnets import CONVNETS  # lazily: few models are networks of such blocks
-    from flopcalc.core.spec.networks import NETWORKS
+    from flopcalc.core.spec.conv_blocks import CONVNETS  # lazily: few models are networks of such blocks
+    from flopcalc.core.spec.diffusers_blocks import NETWORKS
 
     return {**NETWORKS, **CONVNETS}.get(name)

@@ -109,12 +109,12 @@ class _Style(NamedTuple):
     """How an autoencoder of the usual form names and sizes its parts."""
 
     kernel: int  # elements of a convolution's kernel
-    wrap: str  # what stands behind a convolution's name
+    wrap: str  # the suffix of a convolution's name
     sample_kernel: int  # of what makes the image smaller or larger
     sample_wrap: str
     norm: str
     attends: bool
-    down: tuple[tuple[int, int], ...]  # (size, time) factor behind each block but the last
+    down: tuple[tuple[int, int], ...]  # (size, time) factor after each block except the last
     up: tuple[tuple[int, int], ...]
 
 
