@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopcalc.base.errors import WorkloadError
 
 PHASES = ("train", "forward")
 
 
-@dataclass(frozen=True)
-class Witnessed:
+class Witnessed(NamedTuple):
     """What one witness says of one step."""
 
     witness: str
