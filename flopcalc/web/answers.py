@@ -195,9 +195,9 @@ def _answer_memory(page: Page) -> Answer:
     found = predict_estimate(counted.estimate, advise=False, **settings)
     assert found.memory is not None  # it was asked for
     kept = {}
-    chosen = counted.estimate.terms[0].estimator.recipe.recompute
-    trains = counted.estimate.terms[0].load.phase == "train" and counted.estimate.parameters["trainable"]
-    for word in ("none", "full") if trains else ():
+    estimator, load, _ = counted.estimate.terms[0]
+    chosen = estimator.recipe.recompute
+    for word in ("none", "full") if estimator.trains(load) else ():
         other, estimate = found, counted.estimate
         if word != chosen:
             estimate = count_page(page.set(recompute=word), "predict", "hardware")[1].estimate
