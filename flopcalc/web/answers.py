@@ -73,11 +73,16 @@ def _make_plain(value: object) -> Any:
 
 def _answer_flops(page: Page) -> Answer:
     """FLOPs by module and component, parameters and weights."""
+    from flopcalc.report.html.treemap import Leaf, build_tree, find_groups
+
     setup, counted = count_page(page)
+    shown = _describe(setup, counted)
+    leaves = [Leaf(row["path"], row["kind"], row["forward"] + row["backward"]) for row in shown["modules"]]
     return {
         "what": "flops",
         "work": counted.estimate.describe(),
-        "estimate": _describe(setup, counted),
+        "estimate": shown,
+        "groups": [group.path for group in find_groups(build_tree(leaves))],  # a colour each
         "lines": write_lines(page, "flops"),
     }
 
