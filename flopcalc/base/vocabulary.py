@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Literal, TypeVar, get_args
 
 from flopcalc.base.errors import FlopcalcError, format_nearest, format_value
@@ -81,18 +80,3 @@ def check_flag(value: object, what: str) -> bool:
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
     raise FlopcalcError(f"{what} must be True or False, not {format_value(value)}")
-
-
-def check_keywords(given: Collection[str], call: Callable[..., object], name: str, error: type[FlopcalcError]) -> None:
-    """An error of `name`, which hands keywords on to `call`: for one that is not known, and for those that lack."""
-    from inspect import Parameter, signature  # few need it, and start-up is counted
-
-    _, *taken = signature(call).parameters.values()  # the first is the model, which the caller gives itself
-    known = [each.name for each in taken]
-    for keyword in given:
-        if keyword not in known:
-            near = format_nearest(keyword, known)
-            raise error(f"keyword {format_value(keyword)} of {name} unknown.{near} Known: {', '.join(known)}")
-    needed = [each.name for each in taken if each.default is Parameter.empty and each.name not in given]
-    if needed:
-        raise error(f"{name} needs {', '.join(needed)}")
