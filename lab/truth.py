@@ -15,14 +15,13 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.base.data import find_data_dir, list_data_files, load_toml
 from flopcalc.base.errors import FlopcalcError
@@ -39,15 +38,14 @@ FOLDER = "types"
 MADE_WITH = ("torch", "transformers", "peft")
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One step of a model: its parameters, and what every module executes."""
 
     workload: Json
     recipe: Json
     total: int = 0  # parameters
     trainable: int = 0
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: Mapping[str, Row] = {}
     sums: Row | None = None  # of the whole step, where the rows of most layers are left out
 
     @property
@@ -58,8 +56,7 @@ class Case:
         return _fill([sum(column) for column in zip(*self.rows.values(), strict=True)])
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One config with its cases: those of the type's example, and more."""
 
     config: Json
@@ -72,13 +69,12 @@ class Entry:
         return self.cases + self.more
 
 
-@dataclass(frozen=True)
-class Truth:
+class Truth(NamedTuple):
     """What is recorded of one model type."""
 
     architecture: str | None  # HF class, where it is not the spec's own
     entries: tuple[Entry, ...]
-    made_with: dict[str, str] = field(default_factory=dict)
+    made_with: Mapping[str, str] = {}
 
     @property
     def cases(self) -> list[Case]:
@@ -189,7 +185,7 @@ def list_entries(example: Example, old: Truth | None) -> Iterator[Entry]:
         yield Entry(config, cases, same.more if same is not None else ())
     for entry in others:
         if entry.more:
-            yield replace(entry, cases=())
+            yield entry._replace(cases=())
 
 
 def record(name: str, old: Truth | None = None, limit: int | None = None) -> Truth:
@@ -199,7 +195,7 @@ def record(name: str, old: Truth | None = None, limit: int | None = None) -> Tru
     example = find_example(name)
     entries = list(list_entries(example, old))
     if limit is not None:
-        entries = [replace(entries[0], cases=entries[0].cases[:limit], more=())]
+        entries = [entries[0]._replace(cases=entries[0].cases[:limit], more=())]
     found = tuple(record_entry(example, entry) for entry in entries)
     return Truth(example.architecture, found, find_versions(MADE_WITH))
 
@@ -232,9 +228,9 @@ def record_entry(example: Example, entry: Entry) -> Entry:
         rows = {path: row for path, row in counted.rows.items() if any(row)}
         sums = (counted.forward, counted.backward, counted.recompute) if entry.preset else None
         rows = keep_layers(rows) if entry.preset else rows
-        return replace(case, total=found.total, trainable=found.trainable, rows=rows, sums=sums)
+        return case._replace(total=found.total, trainable=found.trainable, rows=rows, sums=sums)
 
-    return replace(entry, cases=tuple(map(run, entry.cases)), more=tuple(map(run, entry.more)))
+    return entry._replace(cases=tuple(map(run, entry.cases)), more=tuple(map(run, entry.more)))
 
 
 _LAYER = re.compile(r"^(.*?\.(?:layers|h|blocks))\.(\d+)(?=\.|$)")

@@ -153,7 +153,7 @@ def _compare_recompute(
     from flopcalc.prediction.step import predict_estimate
 
     estimate = counted.estimate
-    if estimate.terms[0].load.phase != "train" or not estimate.parameters["trainable"]:
+    if not estimate.terms[0].estimator.trains(estimate.terms[0].load):
         return None
     kept = {}
     for word in ("none", "full"):

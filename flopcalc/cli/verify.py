@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +196,7 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
 
 
 def _check_fits(
-    model_type: str, configs: list[dict[str, object]], workload: dict[str, object], example: Example
+    model_type: str, configs: Sequence[dict[str, object]], workload: dict[str, object], example: Example
 ) -> None:
     """Sizes that no config of a model type can take are the asker's mistake, not a difference."""
     from flopcalc.measure.hf.compare import make_load

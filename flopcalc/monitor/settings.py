@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal, get_args
 
 from flopcalc.base.data import read_table
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
 from flopcalc.base.files import read_path
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.hardware.devices import parse_dtype
 from flopcalc.monitor.keys import STYLES
 
@@ -31,13 +32,13 @@ class _DefaultFreq(int):
 DEFAULT_FREQ: int = _DefaultFreq(500)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+@frozen()
+class Settings(Value):
     """How a monitor works; every field is checked."""
 
     mode: str = "smart"
     flops_profile_freq: int = DEFAULT_FREQ
-    phase_frequencies: dict[TrainingPhase, int] | None = field(default=None, hash=False)  # only those that were given
+    phase_frequencies: dict[TrainingPhase, int] | None = None  # only those that were given
     initial_profiling: bool = True
     calibration_enabled: bool = True
     recalibration_frequency: int | None = None  # None: flops_profile_freq, or the phase's
@@ -51,7 +52,7 @@ class Settings:
     device: str | None = None
     dtype: str | None = None
     # Of one device: one peak for all products, or one per number format.
-    peak_flops_per_s: float | dict[str, float] | None = field(default=None, hash=False)
+    peak_flops_per_s: float | dict[str, float] | None = None
     skip_first: int = 2  # steps that no average holds
     stall_factor: float = 3.0  # a step of this many medians is a stall
     straggler_factor: float = 1.1  # a rank of this many medians is a straggler

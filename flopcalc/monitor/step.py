@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from flopcalc.base.frozen import Value, frozen
 
 if TYPE_CHECKING:
     from flopcalc.monitor.batch import Intake, Snapshot
@@ -105,8 +106,8 @@ class SeenStep(DueRecord):
         return found if self.is_whole and all(found) else ()
 
 
-@dataclass(frozen=True, slots=True)
-class LostTime:
+@frozen()
+class LostTime(Value):
     """Time that went into no step."""
 
     cause: str
@@ -114,8 +115,8 @@ class LostTime:
     is_ready: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetMetrics:
+@frozen()
+class DatasetMetrics(Value):
     """What the loop knows of its datasets."""
 
     values: Mapping[str, Mapping[str, float]]

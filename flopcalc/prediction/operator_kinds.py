@@ -82,15 +82,6 @@ _NARROW = 1024  # bytes that are left of a sum over all tokens: the gradient of 
 _SMALL_SORT = 2048  # bytes
 
 
-# What a trace distinguishes beyond a name: elementwise kernels whose tensors differ in memory layout, and what is no
-# operator at all.
-RECORDED_KINDS = frozenset(KINDS) - {"wrapper", "optimizer", "fourier"} | {
-    "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide",
-    "pointwise_strided_across", "copy_strided", "copy_strided_wide", "copy_strided_across", "cast_strided",
-    "cat_one", "cat_strided", "cat_strided_wide", "product_grouped", "attention_masked", "module", "node",
-}  # fmt: skip
-
-
 def classify(name: str) -> str:
     """The kind of an operator ('aten::mul', 'aten.mul.Tensor', 'mul_' -> 'pointwise'); 'other' if it is not known."""
     short = name.rpartition("::")[2]

@@ -55,7 +55,7 @@ def find_states(estimator: Estimator, load: Workload) -> dict[tuple[str, int | N
         flows[key] = flows.get(key, False) or is_passing
     empty: tuple[set[str], set[tuple[str, int]], set[str]] = (set(), set(), set())
     keys: list[tuple[str, int | None]] = list(dict.fromkeys([("", None), *sets]))
-    is_any = is_train and estimator.parameters()["trainable"] > 0
+    is_any = estimator.trains(load)
     states: dict[tuple[str, int | None], LayerState] = {}
     for key in keys:
         weights, adapted, silent = sets.get(key, empty)

@@ -73,11 +73,16 @@ def _make_plain(value: object) -> Any:
 
 def _answer_flops(page: Page) -> Answer:
     """FLOPs by module and component, parameters and weights."""
+    from flopcalc.report.html.treemap import Leaf, build_tree, find_groups
+
     setup, counted = count_page(page)
+    shown = _describe(setup, counted)
+    leaves = [Leaf(row["path"], row["kind"], row["forward"] + row["backward"]) for row in shown["modules"]]
     return {
         "what": "flops",
         "work": counted.estimate.describe(),
-        "estimate": _describe(setup, counted),
+        "estimate": shown,
+        "groups": [group.path for group in find_groups(build_tree(leaves))],  # a colour each
         "lines": write_lines(page, "flops"),
     }
 
@@ -195,9 +200,9 @@ def _answer_memory(page: Page) -> Answer:
     found = predict_estimate(counted.estimate, advise=False, **settings)
     assert found.memory is not None  # it was asked for
     kept = {}
-    chosen = counted.estimate.terms[0].estimator.recipe.recompute
-    trains = counted.estimate.terms[0].load.phase == "train" and counted.estimate.parameters["trainable"]
-    for word in ("none", "full") if trains else ():
+    estimator, load, _ = counted.estimate.terms[0]
+    chosen = estimator.recipe.recompute
+    for word in ("none", "full") if estimator.trains(load) else ():
         other, estimate = found, counted.estimate
         if word != chosen:
             estimate = count_page(page.set(recompute=word), "predict", "hardware")[1].estimate

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 from dataclasses import MISSING, FrozenInstanceError, asdict, fields, is_dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import pytest
 
@@ -105,3 +107,18 @@ def test_frozen() -> None:
         size.width = 3  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         del size.width
+
+
+def test_a_value_is_a_named_tuple_or_a_value() -> None:
+    """The rule of docs/design.md: `@dataclass` is for records that change."""
+    root = Path(__file__).parents[2]
+    decorators = [
+        f"{path.relative_to(root)}: {node.name} {ast.unparse(decorator)}"
+        for folder in ("flopcalc", "lab")
+        for path in sorted((root / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        for decorator in node.decorator_list
+        if ast.unparse(decorator).startswith("dataclass")
+    ]
+    assert decorators == ["flopcalc/measure/counters/gpm.py: Activity dataclass"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ def test_reranker_of_images(recipe: dict[str, Any]) -> None:
     from flopcalc.measure.hf.verify import verify
 
     named = "LlamaNemotronVLForSequenceClassification"
-    example = replace(
-        find_example("llama_nemotron_vl"), architecture=named, witness=f"lab.witnesses.tiles:{named}", loss="logits"
+    example = find_example("llama_nemotron_vl")._replace(
+        architecture=named, witness=f"lab.witnesses.tiles:{named}", loss="logits"
     )
     for config in example.configs:
         workload = {"batch": 2, "seq": 29, "images": [[2, 1, 1]]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from families import FAMILIES
@@ -31,10 +30,10 @@ def retrace(name: str, is_asked: Callable[[Entry], bool]) -> list[str]:
     old = load(name)
     entries = [entry for entry in list_entries(example, old) if is_asked(entry)]
     assert entries
-    new = replace(
-        old, architecture=example.architecture, entries=tuple(record_entry(example, each) for each in entries)
+    new = old._replace(
+        architecture=example.architecture, entries=tuple(record_entry(example, each) for each in entries)
     )
-    return find_differences(replace(old, entries=tuple(filter(is_asked, old.entries))), new)
+    return find_differences(old._replace(entries=tuple(filter(is_asked, old.entries))), new)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,8 +39,8 @@ def test_a_file_is_written_as_it_was_read(name: str) -> None:
 
 
 def test_what_a_file_says() -> None:
-    case = replace(CASE, sums=(7, 8, 1))
-    truth = replace(TRUTH, entries=(Entry({"model_type": "gpt2"}, (CASE,), (case,), "gpt2"),))
+    case = CASE._replace(sums=(7, 8, 1))
+    truth = TRUTH._replace(entries=(Entry({"model_type": "gpt2"}, (CASE,), (case,), "gpt2"),))
     text = dump(truth)
     assert parse(text) == truth
     assert (CASE.flops, case.flops) == ((6, 8, 1), (7, 8, 1))
@@ -66,7 +65,7 @@ def test_families_have_two_tiny_configs_and_a_published_one(name: str) -> None:
 
 def change(truth: Truth, **values: object) -> Truth:
     entry = truth.entries[0]
-    return replace(truth, entries=(replace(entry, cases=(replace(entry.cases[0], **values),)),))  # type: ignore[arg-type]
+    return truth._replace(entries=(entry._replace(cases=(entry.cases[0]._replace(**values),)),))  # type: ignore[arg-type]
 
 
 DIFFERENCES = [
@@ -75,8 +74,8 @@ DIFFERENCES = [
     (change(TRUTH, rows={"lm_head": (4, 8, 0)}), ["model.layers.0.mlp recorded (2, 0, 1), now None"]),
     (change(TRUTH, total=7, sums=(1, 1, 1)), ["total recorded 9, now 7; sums recorded None, now (1, 1, 1)"]),
     (change(TRUTH, recipe={"freeze": ["a"]}), ["was never recorded", "is recorded, and no longer asked for"]),
-    (replace(TRUTH, entries=()), ["is recorded, and no longer asked for"]),
-    (replace(TRUTH, architecture="Other"), ["recorded None, now Other"]),
+    (TRUTH._replace(entries=()), ["is recorded, and no longer asked for"]),
+    (TRUTH._replace(architecture="Other"), ["recorded None, now Other"]),
 ]
 
 
@@ -93,7 +92,7 @@ def test_a_changed_number_is_found() -> None:
     old = load("gpt2")
     first = old.entries[0]
     rows = {path: (forward, backward + 1, again) for path, (forward, backward, again) in first.cases[0].rows.items()}
-    new = replace(old, entries=(replace(first, cases=(replace(first.cases[0], rows=rows),), more=()),))
+    new = old._replace(entries=(first._replace(cases=(first.cases[0]._replace(rows=rows),), more=()),))
     (line,) = find_differences(old, new, is_part=True)
     assert "lm_head recorded" in line
 
@@ -118,7 +117,7 @@ def test_what_is_recorded_again() -> None:
     assert [first.config, second.config] == example.configs
     assert (first.more, second.more, third) == ((), (more,), published)
     assert stale not in (*first.cases, *second.cases)
-    assert list(list_entries(example, None)) == [first, replace(second, more=())]
+    assert list(list_entries(example, None)) == [first, second._replace(more=())]
 
 
 def test_record_then_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

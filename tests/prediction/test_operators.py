@@ -16,10 +16,17 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.prediction import operators, recordings
 from flopcalc.prediction.build_work import make_work
-from flopcalc.prediction.operator_kinds import KINDS, RECORDED_KINDS, classify
+from flopcalc.prediction.operator_kinds import KINDS, classify
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.recordings import MissingSizeError, Scope
 
+# What a trace tells apart beyond a name: elementwise kernels whose tensors do not lie alike in memory, and what is no
+# operator at all.
+RECORDED_KINDS = frozenset(KINDS) - {"wrapper", "optimizer", "fourier"} | {
+    "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide",
+    "pointwise_strided_across", "copy_strided", "copy_strided_wide", "copy_strided_across", "cast_strided",
+    "cat_one", "cat_strided", "cat_strided_wide", "product_grouped", "attention_masked", "module", "node",
+}  # fmt: skip
 T, D, FF, V, LAYERS = 2 * 100, 4096, 14336, 128256, 32  # Llama 3.1 8B, two rows of a hundred tokens
 X, F = T * D * 2, T * D * 4  # bytes of a hidden state in bf16 and in float32
 

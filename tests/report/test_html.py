@@ -17,7 +17,7 @@ import pytest
 from flopcalc.cli import main
 from flopcalc.report.html.page import DARK, LIGHT, ON_FILL, PALETTE, Html, element, escape, make_page, table
 from flopcalc.report.html.pictures import Bar, draw_bars, draw_curves, find_ticks, thin
-from flopcalc.report.html.treemap import Box, Leaf, arrange, squarify
+from flopcalc.report.html.treemap import Box, Leaf, arrange, divide
 
 FILES = Path(__file__).resolve().parents[1] / "compat" / "records" / "files"
 HOSTILE = '<script>alert("1")</script>&\'x'
@@ -272,7 +272,7 @@ def test_a_link_stays_a_link(capsys: Capture, tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [[1.0], [6.0, 6, 4, 3, 2, 2, 1], [10**22, 10**15, 1], [1.0] * 50])
 def test_boxes_fill_the_picture(values: list[float]) -> None:
     whole = Box(3, 5, 600, 400)
-    boxes = squarify(values, whole)
+    boxes = divide(values, whole)
     for value, box in zip(values, boxes, strict=True):
         assert box.width * box.height == pytest.approx(600 * 400 * value / sum(values), rel=1e-6, abs=1e-6)
         assert box.x >= 3 - 1e-6

@@ -152,6 +152,10 @@ class Estimator(Protocol):
 
     def parameters(self) -> dict[str, int]: ...
 
+    def trains(self, load: Workload) -> bool:
+        """Whether a step has a backward pass: it is a training step, and the recipe leaves something to train."""
+        return load.phase == "train" and self.parameters()["trainable"] > 0
+
     def notes(self, load: Workload) -> list[str]: ...
 
     def count_visual_tokens(self, load: Workload) -> int: ...

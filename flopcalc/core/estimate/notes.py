@@ -46,7 +46,7 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     longest = max(side.longest for side in (load, load.decoder) if side is not None)
     if model.position_limit and model.position_kind == "rotary" and longest > model.position_limit:
         notes.append(f"length {longest} is beyond max_position_embeddings = {model.position_limit}")
-    if load.phase == "train" and not estimator.parameters()["trainable"]:
+    if load.phase == "train" and not estimator.trains(load):
         notes.append("nothing trains under this recipe, so there is no backward pass")
     side = load.decoder or load
     if load.phase == "decode" and side.seq > 1 and not side.context:

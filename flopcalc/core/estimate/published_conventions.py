@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import FlopcalcError, SpecError, format_nearest, format_value
@@ -38,8 +37,7 @@ _TOWERS = ("vision", "audio", "projector")
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config.text_config")
 
 
-@dataclass(frozen=True)
-class PublishedConvention:
+class PublishedConvention(NamedTuple):
     """One convention: its formula as terms that add up, what it counts, and where it was read."""
 
     name: str
@@ -69,8 +67,7 @@ class FormulaEstimator(Protocol):
     def parameters(self) -> dict[str, int]: ...
 
 
-@dataclass(frozen=True)
-class QuotedFile:
+class QuotedFile(NamedTuple):
     """The file: conventions in its order, shared definitions, and what a model copies for multi-token prediction."""
 
     conventions: Mapping[str, PublishedConvention]

@@ -8,9 +8,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +24,7 @@ __all__ = ["FORMULAS", "OperatorCount", "count_flops", "watch_modules"]
 Formula = Callable[[tuple[Any, ...], Mapping[str, Any], Any], int]
 
 
-@dataclass(frozen=True)
-class OperatorCount:
+class OperatorCount(NamedTuple):
     """What one step executed."""
 
     forward: int
@@ -115,8 +113,7 @@ def _row_path(path: str) -> str:
     return _PEFT_PARTS.sub("", _PEFT_PREFIX.sub("", path))
 
 
-@dataclass(frozen=True)
-class _Frame:
+class _Frame(NamedTuple):
     """A module whose forward is running."""
 
     path: str

@@ -80,7 +80,8 @@ def _solve_triangular(shapes: Shapes, _values: Values) -> int:
     Sum of 2·i·k over i < n. Divisions by the diagonal are neither a multiply nor an add.
     """
     a, b = shapes[0], shapes[1]
-    return (a[-1] - 1) * prod(torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))) * prod(b[-2:])
+    batch = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))  # type: ignore[no-untyped-call]
+    return (a[-1] - 1) * prod(batch) * prod(b[-2:])
 
 
 def _add_mm(shapes: Shapes, values: Values) -> int:

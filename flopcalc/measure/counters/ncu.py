@@ -13,8 +13,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.vocabulary import PassDirection
 from flopcalc.measure.counters.cupti import TENSOR_COUNTERS
 from flopcalc.measure.counters.witnessed import WitnessCount, unavailable
@@ -34,8 +35,8 @@ class NcuUnavailable(RuntimeError):
     """Nsight Compute gave nothing; the message says why and what would help."""
 
 
-@dataclass(frozen=True)
-class Case:
+@frozen()
+class Case(Value):
     """What to run: `matmul` of shape (m, n, k), or `sdpa` of shape (batch, heads, length, head dim)."""
 
     kind: str
@@ -97,16 +98,14 @@ class Case:
         )
 
 
-@dataclass(frozen=True)
-class LaunchedKernel:
+class LaunchedKernel(NamedTuple):
     """One launched kernel and its counters."""
 
     name: str
     values: dict[str, float]
 
 
-@dataclass(frozen=True)
-class KernelProfile:
+class KernelProfile(NamedTuple):
     """All kernels between profiler start and stop."""
 
     kernels: tuple[LaunchedKernel, ...]

@@ -9,10 +9,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
@@ -161,8 +160,7 @@ def _guard(witness: str, speak: Callable[[], WitnessCount]) -> WitnessCount:
         return unavailable(witness, f"{type(error).__name__}: {text}", time.perf_counter() - start)
 
 
-@dataclass(frozen=True)
-class WitnessRow:
+class WitnessRow(NamedTuple):
     """One witness with the analytic count that it should equal."""
 
     counted: WitnessCount
@@ -175,11 +173,15 @@ class WitnessRow:
         return None if best is None or not self.expected else best / self.expected
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self.counted), "expected": self.expected, "expected_as": self.expected_as, "ratio": self.ratio}
+        return {
+            **self.counted._asdict(),
+            "expected": self.expected,
+            "expected_as": self.expected_as,
+            "ratio": self.ratio,
+        }
 
 
-@dataclass(frozen=True)
-class Crosscheck:
+class Crosscheck(NamedTuple):
     """All witnesses of one step."""
 
     device: str
@@ -244,7 +246,7 @@ def crosscheck(
         answer = ask(name, built, batch, load.phase)
         if name == "flop_counter" and attention != "eager" and load.phase == "train" and answer.total is not None:
             special = "a fused attention's backward forms the scores again: 2.5 × its forward, where eager needs 2 ×"
-            answer = replace(answer, reason=special)
+            answer = answer._replace(reason=special)
         rows.append(WitnessRow(answer, *expected.of(name)))
     return Crosscheck(
         _describe_device(place), dtype, attention, kernel, _read_depths(source.config), expected.parameters, tuple(rows)

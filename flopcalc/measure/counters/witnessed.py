@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import Phase
@@ -13,8 +12,7 @@ from flopcalc.base.vocabulary import Phase
 PHASES = ("train", "forward")
 
 
-@dataclass(frozen=True)
-class WitnessCount:
+class WitnessCount(NamedTuple):
     """What one witness counted in one step."""
 
     witness: str

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.model.bound import BoundModel, bind_model
@@ -16,8 +15,7 @@ from flopcalc.core.workload.workload import Workload, make_workload
 __all__ = ["Verdict", "compare", "compare_bound", "make_executed", "make_load"]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Rows that differ (path -> ours, traced), the totals, and the operators the counter did not know."""
 
     different: dict[str, tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]]

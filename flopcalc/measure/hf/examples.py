@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,30 +27,29 @@ _KEYS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """How one model type is built tiny, and what its forward takes besides input_ids."""
 
     model_type: str
     architecture: str | None = None  # HF class; the spec's own without
     witness: str = ""  # module:Class, built where transformers does not have the class
     attention: str = "eager"
-    configs: list[Json] = field(default_factory=list)
-    workloads: list[Json] = field(default_factory=list)  # besides the usual ones
-    images: list[Json] = field(default_factory=list)  # workloads with images: batch, seq, images
-    inputs: dict[str, Json] = field(default_factory=dict)  # tensors: shape, fill, dtype, when
-    call: Json = field(default_factory=dict)  # constants handed to forward
+    configs: Sequence[Json] = ()
+    workloads: Sequence[Json] = ()  # besides the usual ones
+    images: Sequence[Json] = ()  # workloads with images: batch, seq, images
+    inputs: Mapping[str, Json] = {}  # tensors: shape, fill, dtype, when
+    call: Mapping[str, Any] = {}  # constants handed to forward
     loss: str = "labels"  # or names in its output: where backward starts if the model takes no labels
-    skip: dict[str, str] = field(default_factory=dict)  # case, or "text" for all without images -> why HF cannot run it
+    skip: Mapping[str, str] = {}  # case, or "text" for all without images -> why HF cannot run it
     image_token: str = "image_token_id"  # config key of the placeholder
     video_token: str = "video_token_id"
     audio_token: str = "audio_token_id"
     vocab: str = ""  # config key or expression: how many ids; the text config's vocab_size without
     decoder_seq: int = 0  # an encoder-decoder: length of its decoder in the usual workloads
-    clips: list[int] = field(default_factory=list)  # audio per sample in the usual workloads
-    kernels: dict[str, str] = field(default_factory=dict)  # HF's place of a GPU kernel -> its stand-in in kernels.py
+    clips: Sequence[int] = ()  # audio per sample in the usual workloads
+    kernels: Mapping[str, str] = {}  # HF's place of a GPU kernel -> its stand-in in kernels.py
     needs: str = ""  # a library besides transformers that HF builds the model with
-    lengths: list[int] = field(default_factory=lambda: [13, 19, 8, 14])  # of the usual workloads; the last is padded
+    lengths: Sequence[int] = (13, 19, 8, 14)  # of the usual workloads; the last is padded
 
     def choose_class(self, usual: str) -> str:
         """The class to build: the witness, else the HF class that the example names, else the usual one."""

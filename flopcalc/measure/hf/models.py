@@ -6,68 +6,79 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flopcalc.base.errors import FlopcalcError
 
 __all__ = [
-    "MAKES_LIKE",
-    "MAKES_STORAGE",
+    "FloatsAway",
     "apply_recipe",
     "build_model",
     "count_parameters",
     "find_class",
     "floats_on_meta",
-    "make_balanced",
     "make_batch",
     "make_config",
-    "make_positions",
 ]
 
 # --- Tracing without memory ---------------------------------------------------------------------------------
 
 
-class _FloatsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Parameters and activations live on meta; integers, and what is computed from them, stay real on the CPU.
+class FloatsAway(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Parameters and activations have no values, here on meta; integers, and what is computed from them, stay real.
 
     So masks, cu_seqlens and position ids keep their values, which HF reads, while no weight takes memory.
     """
+
+    device = torch.device("meta")
+
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta
+
+    def move(self, value: object) -> Any:
+        """What is real on the CPU, beside the floats."""
+        return _to_meta(value)
+
+    def enter(self) -> AbstractContextManager[object]:
+        """In which operators on floats run."""
+        return nullcontext()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = func._schema.name
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        any_meta = any(t.is_meta for t in tensors)
-        dtype = kwargs.get("dtype")
+        name, dtype = func._schema.name, kwargs.get("dtype")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if name in MAKES_STORAGE and not tensors:
-            floating = (dtype or torch.get_default_dtype()).is_floating_point
+            is_float = (dtype or torch.get_default_dtype()).is_floating_point
             if name == "aten::full" and dtype is None:
-                floating = isinstance(args[1], float)
-            kwargs["device"] = torch.device("meta" if floating else "cpu")
-            return func(*args, **kwargs)
+                is_float = isinstance(args[1], float)
+            is_float = is_float and not (name == "aten::rand" and prod(args[0]) == 1)  # a coin that is tossed
+            kwargs["device"] = self.device if is_float else torch.device("cpu")
+            with self.enter() if is_float else nullcontext():
+                return func(*args, **kwargs)
         if dtype is not None and not dtype.is_floating_point and name in MAKES_LIKE:
             like = torch.empty(args[0].shape, dtype=dtype, device="cpu")
             kwargs["device"] = torch.device("cpu")
             return func(like, *args[1:], **kwargs)
-        if not any_meta:  # integers, and small floats made from them; they move when they meet a meta tensor
-            if isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "meta":
-                kwargs["device"] = torch.device("cpu")
+        is_away = any(map(self.is_away, tensors))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = self.device if is_away else torch.device("cpu")
+        if not is_away:  # integers, and small floats made from them; they move when they meet a tensor without values
             return func(*args, **kwargs)
         if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
             args = (args[0], make_positions(args[1]), *args[2:])
-        if "device" in kwargs and kwargs["device"] is not None:
-            kwargs["device"] = torch.device("meta")
-        out = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        with self.enter():
+            out = func(*tree_map(self.move, args), **tree_map(self.move, kwargs))
         if name == "aten::topk":
             return out[0], make_balanced(out[1].shape, int(args[0].shape[args[2] if len(args) > 2 else -1]))
         return out
@@ -116,7 +127,7 @@ def floats_on_meta() -> Iterator[None]:
     torch.autocast = autocast_unless_meta  # type: ignore[misc, assignment]
     torch.is_autocast_enabled = is_enabled_unless_meta  # type: ignore[assignment]
     try:
-        with _FloatsOnMeta():  # type: ignore[no-untyped-call]
+        with FloatsAway():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.autocast = autocast  # type: ignore[misc]

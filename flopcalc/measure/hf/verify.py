@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ from flopcalc.measure.hf.models import apply_recipe, build_model, count_paramete
 __all__ = ["Trace", "build", "prepare", "make_step", "trace", "verify"]
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """What one step of a HF model executed, and its parameters."""
 
     counted: OperatorCount

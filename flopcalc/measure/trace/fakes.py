@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import Phase
 from flopcalc.measure.counters.flop_counter import OperatorCount
-from flopcalc.measure.hf.models import MAKES_LIKE, MAKES_STORAGE, make_balanced, make_positions
+from flopcalc.measure.hf.models import FloatsAway
 from flopcalc.measure.trace.copies import keep_hooks, run_counted, set_eager
 from flopcalc.measure.trace.kernels import without_kernels
 from flopcalc.measure.trace.rebind import rebind
@@ -71,50 +69,22 @@ class _OwnDevice(FakeTensorMode):  # type: ignore[no-untyped-call]
         return False
 
 
-class _FloatsFake(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FloatsFake(FloatsAway):
     """Floats are FakeTensors on one device; integers, and what is computed from them, stay real on the host."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
-        self._device = device
+        self.device = device
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name, dtype = func._schema.name, kwargs.get("dtype")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if name in MAKES_STORAGE and not tensors:
-            is_float = (dtype or torch.get_default_dtype()).is_floating_point
-            if name == "aten::full" and dtype is None:
-                is_float = isinstance(args[1], float)
-            is_float = is_float and not (name == "aten::rand" and prod(args[0]) == 1)  # a coin that is tossed
-            kwargs["device"] = self._device if is_float else torch.device("cpu")
-            if not is_float:
-                return func(*args, **kwargs)
-            with self._mode:
-                return func(*args, **kwargs)
-        if dtype is not None and not dtype.is_floating_point and name in MAKES_LIKE:
-            like = torch.empty(args[0].shape, dtype=dtype, device="cpu")
-            kwargs["device"] = torch.device("cpu")
-            return func(like, *args[1:], **kwargs)
-        if not any(isinstance(each, FakeTensor) for each in tensors):
-            if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("cpu")
-            return func(*args, **kwargs)
-        if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-            args = (args[0], make_positions(args[1]), *args[2:])
-        if kwargs.get("device") is not None:
-            kwargs["device"] = self._device
-        with self._mode:
-            out = func(*tree_map(self._move, args), **tree_map(self._move, kwargs))
-        if name == "aten::topk":
-            return out[0], make_balanced(out[1].shape, int(args[0].shape[args[2] if len(args) > 2 else -1]))
-        return out
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor)
 
-    def _move(self, value: object) -> Any:
-        """A real tensor on the host as a FakeTensor on the floats' device; a number stays where it is."""
+    def enter(self) -> FakeTensorMode:
+        return self._mode
+
+    def move(self, value: object) -> Any:
+        """As a FakeTensor; a number stays where it is."""
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or not value.dim():
             return value
-        return torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        return torch.empty(value.shape, dtype=value.dtype, device=self.device)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.vocabulary import Phase
@@ -79,8 +78,7 @@ def _evaluate(text: str, point: Point) -> int:
     return int(evaluate(text, Names(names)))
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes in a config at which a count may change its form."""
 
     chunks: tuple[int, ...]
@@ -89,8 +87,7 @@ class Sizes:
     window_limit: int
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """A set of monomials, and the points that are traced to solve for them."""
 
     monomials: tuple[str, ...]

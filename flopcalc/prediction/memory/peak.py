@@ -165,7 +165,7 @@ def predict_memory(
     eager code does; `is_adding`: gradients of several micro-batches add up, so they stay all the while. Number formats
     are the estimator's; `dtype` takes another for all that is plain.
     """
-    if load.phase != "train" or not estimator.parameters()["trainable"]:
+    if not estimator.trains(load):
         estimator, width, _ = _match_dtype(estimator, dtype, execution)
         return _infer(Serving(estimator, load, width, attention, execution), shards)
     tensors = list_tensors(

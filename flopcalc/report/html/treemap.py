@@ -93,53 +93,26 @@ def find_groups(root: Node) -> list[Node]:
             return sorted(groups, key=lambda node: (-node.value, node.path))
 
 
-def squarify(values: Sequence[float], box: Box) -> list[Box]:
-    """Boxes that fill `box`, each as large as its value's share, as square as strips allow; values largest first."""
-    total = sum(values)
-    areas = [value / total * box.width * box.height for value in values]
-    boxes: list[Box] = []
-    while len(boxes) < len(areas):
-        start = len(boxes)
-        side = min(box.width, box.height)
-        end, covered = start + 1, areas[start]
-        worst = _find_worst(areas[start], areas[start], covered, side)
-        while end < len(areas):
-            longer = _find_worst(areas[start], areas[end], covered + areas[end], side)
-            if longer > worst:
-                break
-            worst, covered, end = longer, covered + areas[end], end + 1
-        strip, box = _fill_strip(areas[start:end], covered, box)
-        boxes += strip
-    return boxes
-
-
-def _find_worst(largest: float, smallest: float, covered: float, side: float) -> float:
-    """The greatest ratio of a box's sides in a strip that covers an area along a side."""
-    thickness = covered / side
-    return max(largest / thickness**2, thickness**2 / smallest)
-
-
-def _fill_strip(areas: Sequence[float], covered: float, box: Box) -> tuple[list[Box], Box]:
-    """Boxes in a strip along the shorter side, and what is left next to it."""
+def divide(values: Sequence[float], box: Box) -> list[Box]:
+    """Boxes that fill `box`, each as large as its value's share: cut along the longer side into halves, these again."""
+    if len(values) == 1:
+        return [box]
+    at, total = 1, sum(values)
+    while at < len(values) - 1 and 2 * sum(values[:at]) + values[at] < total:
+        at += 1
     x, y, width, height = box
-    boxes = []
+    share = sum(values[:at]) / total
     if width >= height:
-        thickness = covered / height
-        for area in areas:
-            boxes.append(Box(x, y, thickness, area / thickness))
-            y += area / thickness
-        return boxes, Box(x + thickness, box.y, max(width - thickness, 1e-9), height)
-    thickness = covered / width
-    for area in areas:
-        boxes.append(Box(x, y, area / thickness, thickness))
-        x += area / thickness
-    return boxes, Box(box.x, y + thickness, width, max(height - thickness, 1e-9))
+        halves = Box(x, y, width * share, height), Box(x + width * share, y, width * (1 - share), height)
+    else:
+        halves = Box(x, y, width, height * share), Box(x, y + height * share, width, height * (1 - share))
+    return divide(values[:at], halves[0]) + divide(values[at:], halves[1])
 
 
 def arrange(leaves: Sequence[Leaf], box: Box) -> tuple[list[TreemapGroup], list[TreemapTile]]:
     """Every leaf's place in a box, and the groups around them."""
     nodes = find_groups(build_tree(leaves))
-    places = squarify([node.value for node in nodes], box)
+    places = divide([node.value for node in nodes], box) if nodes else []
     groups, tiles = [], []
     for at, (node, place) in enumerate(zip(nodes, places, strict=True)):
         groups.append(TreemapGroup(node.path, node.value, place))
@@ -153,6 +126,6 @@ def _place(node: Node, above: str, group: int, box: Box) -> list[TreemapTile]:
         assert node.leaf is not None  # only leaves have no parts
         return [TreemapTile(node.leaf, node.leaf.path.removeprefix(f"{above}."), group, box)]
     tiles = []
-    for part, place in zip(parts, squarify([part.value for part in parts], box), strict=True):
+    for part, place in zip(parts, divide([part.value for part in parts], box), strict=True):
         tiles += _place(part, above if part.path == node.path else node.path, group, place)
     return tiles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,7 +83,7 @@ def test_segmentation_over_a_backbone_equals_hf(
     config = {**example.configs[0], "backbone_config": backbone, "auxiliary_in_channels": third}
     workload = {"batch": 2, "images": [grid], "phase": "train"}
     recipe = {"freeze": [path]} if frozen else {}
-    verdict = verify(config, workload, recipe, example=replace(example, inputs=inputs, kernels=kernels))
+    verdict = verify(config, workload, recipe, example=example._replace(inputs=inputs, kernels=kernels))
     assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
 
 
@@ -110,7 +109,7 @@ def test_a_backbone_that_is_left_out_is_that_of_hf(name: str, cell: int, grid: l
     }
     workload = {"batch": 1, "images": [grid], "phase": "forward"}
     config = {"model_type": name, **left_out}
-    verdict = verify(config, workload, example=replace(example, inputs=inputs), device="meta")
+    verdict = verify(config, workload, example=example._replace(inputs=inputs), device="meta")
     assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
     with pytest.raises(ConfigError, match="backbone: one that is named beside backbone_config is not described"):
         bind({**config, "backbone": "resnet50"})
@@ -169,7 +168,7 @@ def test_segmentation_over_others_is_refused(name: str, backbone: Json, words: s
 def test_depth_over_a_backbone_equals_hf(config: Json, grid: list[int], recipe: Json) -> None:
     prepare()
     pixels = {"shape": ["images", "3", "height * 4", "width * 4"]}
-    example = replace(find_example("dpt"), inputs={"pixel_values": pixels})
+    example = find_example("dpt")._replace(inputs={"pixel_values": pixels})
     verdict = verify(config, {"batch": 2, "images": [grid], "phase": "train"}, recipe, example=example)
     assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
 

@@ -11,12 +11,11 @@ export function render(answers, context) {
 }
 
 function show(answer, { state, width, onZoom, onOpen, explained }) {
-  const { estimate } = answer;
+  const { estimate, groups: top } = answer;
   const rows = estimate.modules.map((row) => ({ ...row, exactValue: add(row.forward, row.backward) }))
     .map((row) => ({ ...row, value: Number(row.exactValue) }));
   const whole = makeTree(rows);
   const tree = findNode(whole, state.zoom) ?? whole;
-  const top = listGroups(whole);
   const groups = (path) => Math.max(0, top.findIndex((each) => path === each || path.startsWith(`${each}.`)));
   const picture = drawTreemap(tree, {
     width, height: Math.max(300, Math.min(520, Math.round(width * 0.62))), label: t("flops.picture", { model: estimate.model.name }),
@@ -40,18 +39,6 @@ function show(answer, { state, width, onZoom, onOpen, explained }) {
           share(row.exactValue, estimate.flops.total), exact(row.parameters)]), { className: "paths" })),
     notes(estimate.notes, t("notes")),
   ];
-}
-
-// Parts of the model that get a colour each: the largest is divided while there are few.
-function listGroups(tree) {
-  let groups = tree.children.length ? [...tree.children] : [tree];
-  const size = (node) => (node.row ? node.row.value : node.children.reduce((sum, each) => sum + size(each), 0));
-  for (let round = 0; round < 8; round += 1) {
-    const deep = groups.filter((each) => each.children.some((child) => child.children.length)).sort((one, other) => size(other) - size(one))[0];
-    if (!deep || groups.length - 1 + deep.children.length > 8) break;
-    groups = groups.flatMap((each) => (each === deep ? each.children : [each]));
-  }
-  return groups.sort((one, other) => size(other) - size(one)).map((each) => each.path);
 }
 
 function crumbs(tree, whole, onZoom) {
