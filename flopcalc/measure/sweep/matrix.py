@@ -27,7 +27,6 @@ TRAINERS = {
     "DPGhostClippingTrainer": "ghost",
     "DPFastGradientClippingTrainer": "fast",
 }
-BASELINE = "StandardTrainer"  # what slowdown and extra FLOPs are told against
 MODEL_SIZES = {"tiny": "sweep-tiny", "small": "sweep-small", "medium": "sweep-medium", "1b": "sweep-1b"}
 DTYPES = ("auto", "bf16", "fp32", "fp64")  # auto: bf16 on a GPU, fp32 on the CPU
 DEVICES = ("auto", "cpu", "cuda")
