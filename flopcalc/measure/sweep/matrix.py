@@ -16,6 +16,7 @@ from flopcalc.base.errors import DeviceError, FlopcalcError, find_nearest, forma
 from flopcalc.base.files import MAX_JSON_BYTES, read_json, read_path
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import MAX_SIZE, check_size
+from flopcalc.base.vocabulary import BASELINE as BASELINE
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.measure.jobs.job import Job
 
