@@ -26,7 +26,8 @@ from flopcalc.base.errors import FlopcalcError
 from flopcalc.measure.jobs.progress import Progress
 from flopcalc.measure.sweep.matrix import CHILD, make_matrix
 from flopcalc.measure.sweep.run import Swept, run_sweep
-from flopcalc.measure.sweep.summary import format_summary, summarize
+from flopcalc.measure.sweep.summary import summarize
+from flopcalc.report.sweep import format_summary
 
 Row = dict[str, Any]
 SCHEMA = 1

@@ -17,9 +17,10 @@ from flopcalc.core.model.config import load_config
 from flopcalc.measure.jobs.journal import Journal
 from flopcalc.measure.jobs.runner import RunnerError
 from flopcalc.measure.sweep.run import load_results
-from flopcalc.measure.sweep.summary import format_summary, summarize
+from flopcalc.measure.sweep.summary import summarize
 from flopcalc.prediction.kernels.constants import load_predictor
 from flopcalc.prediction.kernels.machine import Machine
+from flopcalc.report.sweep import format_summary
 
 DEEP = "[" * 100_000
 

@@ -16,6 +16,7 @@ RecordedPhase = Literal["", "train", "flow", "forward", "prefill", "decode"]
 # A diffusion pipeline samples: its denoiser runs at every step.
 PipelinePhase = Literal["train", "forward", "prefill", "decode", "sample"]
 PIPELINE_PHASES: tuple[PipelinePhase, ...] = get_args(PipelinePhase)
+BASELINE = "StandardTrainer"  # a sweep compares times, memory and FLOPs with this trainer's
 # How the rows of a batch hold their documents.
 BatchLayout = Literal["unpadded", "padded", "packed"]
 BATCH_LAYOUTS: tuple[BatchLayout, ...] = get_args(BatchLayout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,20 +11,19 @@ from flopcalc._version import __version__
 from flopcalc.api import count
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import FlopcalcError, WorkloadError
-from flopcalc.base.text_table import format_grid, wrap
-from flopcalc.base.units import format_flops, format_parameters, parse_size
+from flopcalc.base.units import parse_size
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import takes_setup
 from flopcalc.cli.streams import show_json
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
+from flopcalc.report.crosscheck import format_crosscheck
 from flopcalc.setup.setup import make_setup
 
 if TYPE_CHECKING:
     from flopcalc.measure.counters.witness import Crosscheck
 
 _EXTRA = ("torch", "transformers", "peft", "fvcore")
-_PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 
 
 @click.command(cls=Command)
@@ -70,10 +68,11 @@ def crosscheck(
         raise FlopcalcError(
             f"crosscheck runs the model, and {package} is not installed: {describe_install('measure')}"
         ) from None
+    shown = _to_dict(asked.estimate, found, asked.notes)
     if as_json:
-        show_json(_to_dict(asked.estimate, found, asked.notes))
+        show_json(shown)
     else:
-        click.echo(_format(asked.estimate, found, asked.notes))
+        click.echo(format_crosscheck(shown))
 
 
 def _to_dict(estimate: Estimate, found: Crosscheck, notes: list[str]) -> dict[str, Any]:
@@ -93,53 +92,3 @@ def _to_dict(estimate: Estimate, found: Crosscheck, notes: list[str]) -> dict[st
         "witnesses": [row.to_dict() for row in found.rows],
         "notes": notes,
     }
-
-
-def _format(estimate: Estimate, found: Crosscheck, notes: list[str]) -> str:
-    estimator, load, _ = estimate.terms[0]
-    depths = ", ".join(f"{key} {value}" for key, value in found.layers.items())
-    lines = [
-        *wrap(f"{estimator.source.name} ({format_parameters(found.parameters)} parameters; {depths})", rest="  "),
-        *wrap(
-            f"{load.phase}, {load.rows} × {load.seq} tokens; {found.dtype}, {found.attention} attention, on "
-            f"{found.device}",
-            rest="  ",
-        ),
-        "",
-    ]
-    cells: list[list[str]] = []
-    for row in found.rows:
-        counted = row.counted
-        cost, note = f"{counted.seconds:.2f} s", counted.reason or ""
-        skipped = _format_skipped(counted.not_counted)
-        if counted.total is None:
-            beside = "-" if counted.witness == "gpm" else row.expected_as  # a gauge is compared with nothing
-            cells.append([counted.witness, "-", "-", beside, "-", cost, note])
-            continue
-        first = _format_ratio(counted.total, row.expected)
-        cells.append([counted.witness, format_flops(counted.total), first, row.expected_as, skipped, cost, note])
-        if counted.corrected is not None:
-            ratio = _format_ratio(counted.corrected, row.expected)
-            what = "without elementwise work, with what it skips"
-            cells.append(["profiler, corrected", format_flops(counted.corrected), ratio, row.expected_as, "", "", what])
-    headers = ["witness", "FLOPs", "ratio", "to analytic", "not counted", "cost", "note"]
-    lines.append(format_grid(headers, cells, keys=1))
-    totals = {row.expected_as: row.expected for row in found.rows}
-    texts = [f"analytic, {name}: {format_flops(value)} = {value:,} FLOPs" for name, value in totals.items()]
-    lines += ["", *(line for text in (*texts, *(f"note: {note}" for note in notes)) for line in wrap(text, rest="  "))]
-    return "\n".join(lines)
-
-
-def _format_ratio(counted: int, expected: int) -> str:
-    if counted == expected:
-        return "1 (exact)"
-    return f"{counted / expected:.6f}" if expected else "-"
-
-
-def _format_skipped(skipped: dict[str, int]) -> str:
-    """Products by name; what is elementwise in a ledger as a number of kinds."""
-    products = [f"{name.removeprefix('aten::')} × {calls}" for name, calls in skipped.items() if _PRODUCT.search(name)]
-    others = len(skipped) - len(products)
-    if others:
-        products.append(f"{others} kinds without products")
-    return "; ".join(products) or "none"

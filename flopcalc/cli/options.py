@@ -54,8 +54,8 @@ def make_option(name: str, field: Field) -> click.Option:
     if field.kind == "flag":
         settings["is_flag"] = True
     else:
-        settings["metavar"] = field.metavar.removesuffix("…") if field.kind == "path" else field.metavar
-        settings["metavar"] = settings["metavar"] or "|".join(field.words)
+        shown = field.metavar.removesuffix("…") if field.kind == "path" else field.metavar
+        settings["metavar"] = shown or "|".join(field.words)
         settings["multiple"] = field.repeats
     if field.kind == "mtp":
         settings |= {"is_flag": False, "flag_value": "config"}

@@ -207,6 +207,7 @@ def summarize(
     """Summarize a sweep: totals, cost of each trainer, failures."""
     from flopcalc.measure.sweep import summary
     from flopcalc.measure.sweep.run import load_results
+    from flopcalc.report.sweep import format_summary, make_page
 
     given = [(word, f"--{word}") for word, is_given in (("json", as_json), ("markdown", markdown)) if is_given]
     given += [(style, f"--format {style}")] if style else []
@@ -221,9 +222,9 @@ def summarize(
     if chosen == "json":
         click.echo(format_json(found))
     elif chosen == "html":
-        write_page(summary.make_page(found), output)
+        write_page(make_page(found), output)
     else:
-        click.echo(summary.format_summary(found, "github" if chosen == "markdown" else "simple"))
+        click.echo(format_summary(found, "github" if chosen == "markdown" else "simple"))
 
 
 # --- what the commands share ------------------------------------------------------------------------------------------
@@ -257,8 +258,8 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], ca
     from flopcalc.measure.jobs.progress import Progress
     from flopcalc.measure.sweep.matrix import find_model
     from flopcalc.measure.sweep.run import check_libraries, run_sweep
-    from flopcalc.measure.sweep.summary import format_summary
     from flopcalc.measure.sweep.summary import summarize as summarize_rows
+    from flopcalc.report.sweep import format_summary
 
     if options["fresh"] and options.get("retry"):
         raise click.UsageError("--fresh runs everything again, --retry failed only what failed: choose one")

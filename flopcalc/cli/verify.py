@@ -12,7 +12,7 @@ import click
 from flopcalc.api import bind
 from flopcalc.base.data import describe_install, list_data_files
 from flopcalc.base.errors import FlopcalcError, RecipeError, WorkloadError
-from flopcalc.base.text_table import format_grid, format_text
+from flopcalc.base.text_table import format_text
 from flopcalc.base.units import parse_size, parse_sizes
 from flopcalc.base.vocabulary import PHASES, RECOMPUTE, Recompute, check_word
 from flopcalc.cli.command import Command
@@ -23,12 +23,12 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.spec.aliases import strip_marks
+from flopcalc.report.verification import format_case, format_totals
 
 if TYPE_CHECKING:
     from flopcalc.measure.hf.compare import Verdict
     from flopcalc.measure.hf.examples import Example
 
-_SHOWN = 12  # rows that differ, per case
 _SMALL = 2 * 10**9  # parameters that any machine has memory for
 
 
@@ -92,19 +92,16 @@ def verify(
             verdict, problem = None, str(error)
         except Exception as error:  # HF's own code: whatever it raises is the answer for this case
             verdict, problem = None, f"{type(error).__name__}: {str(error)[:300]}"
-        is_equal = verdict is not None and verdict.is_equal
         verdicts.append((label, verdict))
-        if as_json:
-            found.append({"model": name, "workload": workload, "recipe": recipe, **_describe(verdict, problem)})
-        else:
-            click.echo(format_text(label, "equal   " if is_equal else "DIFFERS " if verdict else "FAILED  ", " " * 8))
-            _show(verdict, problem)
+        found.append({"model": name, "workload": workload, "recipe": recipe, **_describe(verdict, problem)})
+        if not as_json:
+            click.echo(format_case(label, found[-1]))
     summary = _summarize(verdicts)
     is_equal = summary["equal"] == summary["cases"]
     if as_json:
         show_json({"schema": 1, "equal": is_equal, "cases": found, "summary": summary})
     else:
-        click.echo(format_text(_format_summary(summary), rest="  "))
+        click.echo(format_totals(summary))
     if not is_equal:
         raise click.exceptions.Exit(1)
 
@@ -124,17 +121,6 @@ def _summarize(verdicts: list[tuple[str, Verdict | None]]) -> dict[str, Any]:
         "cases": len(verdicts), "equal": equal, "different": len(known) - equal, "unknown": len(verdicts) - len(known),
         "largest_difference": largest,
     }  # fmt: skip
-
-
-def _format_summary(summary: dict[str, Any]) -> str:
-    cases, different, unknown = (summary[key] for key in ("cases", "different", "unknown"))
-    counts = f"{summary['equal']} equal, {different} differ{'s' * (different == 1)}, {unknown} not known"
-    text = f"{cases} case{'s' * (cases != 1)}: {counts}{' (could not be run)' if unknown else ''}"
-    largest = summary["largest_difference"]
-    if largest is None:
-        return f"{text}; largest difference: {'none' if not different else 'not in FLOPs'}"
-    flops = f"{largest['flops']:,} FLOPs, {100 * largest['share']:.2g} % of the step"
-    return f"{text}; largest difference: {flops}, in {largest['module']} of {largest['case']}"
 
 
 def _read_recompute(options: Mapping[str, object]) -> Recompute:
@@ -300,24 +286,3 @@ def _describe(verdict: Verdict | None, problem: str | None) -> dict[str, Any]:
         "different": {path: {"analytic": a, "traced": b} for path, (a, b) in verdict.different.items()},
         "not_counted": verdict.not_counted,
     }
-
-
-def _show(verdict: Verdict | None, problem: str | None) -> None:
-    if problem:
-        click.echo(format_text(problem, "  ", "  "))
-    if verdict is None or verdict.is_equal:
-        return
-    if verdict.parameters[0] != verdict.parameters[1]:
-        words = f"parameters: analytic {verdict.parameters[0]}, model {verdict.parameters[1]}"
-        click.echo(format_text(words, "  ", " " * 4))
-    for name, calls in verdict.not_counted.items():
-        click.echo(format_text(f"operator not counted: {name}, {calls} calls", "  ", " " * 4))
-    if verdict.different:
-        rows = [[path, _join(ours), _join(theirs)] for path, (ours, theirs) in verdict.different.items()]
-        click.echo(format_grid(["module", "analytic fwd bwd again", "traced"], rows[:_SHOWN], keys=1))
-        if len(rows) > _SHOWN:
-            click.echo(f"  … and {len(rows) - _SHOWN} more (--json shows all)")
-
-
-def _join(row: tuple[int, int, int] | None) -> str:
-    return "-" if row is None else " ".join(map(str, row))

@@ -246,6 +246,5 @@ def find_run(estimate: Estimate, setup: Setup) -> Run | None:
 
 def _read_time(setup: Setup) -> dict[str, Any]:
     """What was measured of a step, if anything."""
-    place = setup.place
-    found = {"step_time_s": place.step_time_s, "tokens_per_second": place.tokens_per_second}
+    found = {"step_time_s": setup.place.step_time_s, "tokens_per_second": setup.place.tokens_per_second}
     return {name: value for name, value in found.items() if value is not None}

@@ -137,7 +137,7 @@ def _list_said(given: Mapping[str, Any], workload: object) -> dict[str, Any]:
     """What wins over a launch file; a recipe or a workload that is given whole says all of its fields."""
     said = {name: value for name, value in given.items() if name != "launch"}
     if "recipe" in given:
-        said |= dict.fromkeys(("freeze", "train_only", "lora", "recompute"))
+        said |= dict.fromkeys(_RECIPE)
     if "real_batch" in given or workload is not None:
         said |= dict.fromkeys(("batch", "seq", "lengths"))
     return said

@@ -32,18 +32,14 @@ _TOKENS = re.compile(r"\s*(.*?)\s*(?:tok|tokens?)\s*", re.IGNORECASE)
 
 def read_value(name: str, field: Field, value: Any) -> Any:
     """The typed value of a field, or an error that names the field as the reader wrote it."""
-    return _READERS[field.kind](name, field, value)
+    reader = _READERS.get(field.kind)
+    return value if reader is None else reader(name, field, value)
 
 
-def _read_text(name: str, field: Field, value: object) -> str:  # noqa: ARG001
-    if not isinstance(value, str):
-        value = _name_dtype(name, value)
-    return value
-
-
-def _name_dtype(name: str, value: object) -> str:
-    """Formats may be torch's objects too."""
-    if name in ("compute", "dtype", "weights", "kv_cache"):
+def _read_text(name: str, field: Field, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if field.group == "formats":  # torch's objects too
         return parse_compute(value, spell(name), DeviceError)
     raise FlopcalcError(f"{spell(name)} must be a word, not {format_value(value)}")
 
@@ -76,10 +72,6 @@ def _read_number(name: str, field: Field, value: Any) -> float:  # noqa: ARG001
     return parse_number(value, name) if isinstance(value, str) else check_positive(value, spell(name))
 
 
-def _read_tokens(name: str, field: Field, value: Any) -> int:  # noqa: ARG001
-    return parse_tokens(value)
-
-
 def _read_peak(name: str, field: Field, value: Any) -> Any:
     """'989T', or one per format: 'bf16=989T,fp8=1979T'."""
     if not isinstance(value, str) or "=" not in value:
@@ -102,9 +94,8 @@ def _read_grids(name: str, field: Field, value: Any) -> tuple[Grid, ...]:  # noq
 
 
 def _read_images(name: str, field: Field, value: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    if isinstance(value, str):
-        value = (value,)
-    return tuple(_read_image(name, each) for each in check_items(value, spell(name)))
+    items = (value,) if isinstance(value, str) else check_items(value, spell(name))
+    return tuple(_read_image(name, each) for each in items)
 
 
 def _read_image(name: str, value: object) -> Any:
@@ -117,30 +108,21 @@ def _read_image(name: str, value: object) -> Any:
 
 
 def _read_videos(name: str, field: Field, value: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    if isinstance(value, str):
-        value = (value,)
-    found = check_items(value, spell(name))
+    items = (value,) if isinstance(value, str) else check_items(value, spell(name))
     return tuple(
-        each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(name)))) for each in found
+        each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(name)))) for each in items
     )
 
 
 def _read_seconds(name: str, field: Field, value: Any) -> tuple[float, ...]:
-    if isinstance(value, (str, int, float)):
-        value = (value,)
-    return tuple(_read_number(name, field, each) for each in check_items(value, spell(name)))
+    items = (value,) if isinstance(value, (str, int, float)) else check_items(value, spell(name))
+    return tuple(_read_number(name, field, each) for each in items)
 
 
-def _read_as_given(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
-    return value
-
-
-def _read_mtp(name: str, field: Field, value: Any) -> int | bool:  # noqa: ARG001
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value == "config":
-        return True
-    return parse_size(value, name, 0) if isinstance(value, str) else check_size(value, spell(name), 0)
+def _read_mtp(name: str, field: Field, value: Any) -> int | bool:
+    if isinstance(value, bool) or value == "config":
+        return bool(value)
+    return _read_size(name, field, value, 0)
 
 
 def _read_logits(name: str, field: Field, value: Any) -> int | str:  # noqa: ARG001
@@ -170,9 +152,8 @@ def _read_degrees(name: str, field: Field, value: Any) -> tuple[int, ...]:  # no
     least = 0 if name == "zero" else 1
     if isinstance(value, str):
         return tuple(parse_size(piece.strip(), name, least) for piece in value.split(","))
-    if isinstance(value, (int, float)):
-        value = (value,)
-    return tuple(check_size(each, spell(name), least) for each in check_items(value, spell(name)))
+    items = (value,) if isinstance(value, (int, float)) else check_items(value, spell(name))
+    return tuple(check_size(each, spell(name), least) for each in items)
 
 
 def _read_recomputes(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
@@ -182,15 +163,12 @@ def _read_recomputes(name: str, field: Field, value: Any) -> Any:  # noqa: ARG00
     return value
 
 
-def _read_routing(name: str, field: Field, value: Any) -> Routing:  # noqa: ARG001
-    return parse_routing(value)
-
-
+# Kinds that are not here are read by the code that uses them.
 _READERS: dict[str, Callable[[str, Field, Any], Any]] = {
     "text": _read_text, "path": _read_path, "word": _read_word, "flag": _read_flag, "size": _read_size,
-    "count": _read_size, "sizes": _read_sizes, "number": _read_number, "share": _read_as_given, "tokens": _read_tokens,
-    "peak": _read_peak, "grids": _read_grids, "images": _read_images, "videos": _read_videos, "seconds": _read_seconds,
-    "patterns": _read_as_given, "lora": _read_as_given, "mtp": _read_mtp, "logits": _read_logits,
-    "parts": _read_as_given, "guidance": _read_as_given, "global_batch": _read_global_batch, "degrees": _read_degrees,
-    "recomputes": _read_recomputes, "routing": _read_routing, "value": _read_as_given,
+    "count": _read_size, "sizes": _read_sizes, "number": _read_number,
+    "tokens": lambda _name, _field, value: parse_tokens(value), "peak": _read_peak,
+    "grids": _read_grids, "images": _read_images, "videos": _read_videos, "seconds": _read_seconds,
+    "mtp": _read_mtp, "logits": _read_logits, "global_batch": _read_global_batch, "degrees": _read_degrees,
+    "recomputes": _read_recomputes, "routing": lambda _name, _field, value: parse_routing(value),
 }  # fmt: skip

@@ -26,22 +26,9 @@ _MOST_BOUND = 8
 _ELSEWHERE = ("spec", "download", "trace", "launch", "dtype", "gradient_checkpointing", "compile", "top")
 PLAN_RECOMPUTE = "plan_recompute"  # what a plan tries; a step has one
 _SLIDERS = {"batch": (0, 10), "seq": (5, 20), "gpus": (0, 14)}  # powers of two
-_HINTS = {
-    "seq": "2048", "text": "512", "lengths": "512,1024,512", "global_batch": "1024 or 4M tokens", "image": "1024x768",
-    "image_grid": "1,36,52", "video": "640x480:30s@2fps", "video_grid": "8,36,52", "audio": "30", "max_pixels": "1M",
-    "lora": "r=16,targets=q_proj+v_proj", "freeze": "vision", "train_only": "projector", "tokens": "2T", "mfu": "45%",
-    "tp": "1,2,4,8", "pp": "1,2,4", "cp": "1,2", "ep": "1,8", "zero": "1,3", "micro_batch": "1,2,4", "price": "2.5",
-    "step_time": "500ms", "tokens_per_second": "9k", "peak": "989T", "tflops": "400", "head": "sequence:3",
-    "model_type": "llama", "parts": "denoiser,text,vae", "overlap": "all", "mtp": "1",
-}  # fmt: skip
 _CONTROLS = {
-    "device": "device",
-    "interconnect": "interconnect",
-    "from": "quoted",
-    "weights": "format",
-    "kv_cache": "format",
-}
-_OPTIONAL = ("guidance", "execution", "optimizer", "compute")  # selects whose default is not a word of its own
+    "device": "device", "interconnect": "interconnect", "from": "quoted", "weights": "format", "kv_cache": "format",
+}  # fmt: skip
 _VIEWS: dict[str, Command] = {
     "flops": "estimate", "explain": "explain", "translate": "translate", "time": "predict", "memory": "predict",
     "roofline": "predict", "plan": "plan",
@@ -78,10 +65,10 @@ def describe_form(words: Mapping[str, tuple[str, ...]]) -> list[dict[str, Any]]:
 
 def _describe_field(name: str, words: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     field = FIELDS.get(name, FIELDS["micro_batch"])
-    found: dict[str, Any] = {"name": name, "kind": _CONTROLS.get(name, "text"), "hint": _HINTS.get(name, "")}
+    found: dict[str, Any] = {"name": name, "kind": _CONTROLS.get(name, "text"), "hint": field.metavar}
     known = words.get(name) or (field.words if name in FIELDS else ())
     if known and name not in _CONTROLS:
-        found |= {"kind": "select", "words": known, "optional": name in _OPTIONAL, "first": field.default}
+        found |= {"kind": "select", "words": known, "optional": not field.default, "first": field.default}
     elif field.kind == "flag":
         found["kind"] = "flag"
     elif field.repeats:
@@ -107,20 +94,18 @@ def read_page(given: object) -> Page:
 
 
 def _read_value(name: str, value: object) -> Any:
-    field = FIELDS.get(name)
-    if field is not None and field.repeats:
-        if isinstance(value, list) and all(isinstance(each, str) for each in value):
-            return tuple(each.strip() for each in value if each.strip())
-        wanted = "a list of texts"
-    elif field is not None and field.kind == "flag":
-        if isinstance(value, bool):
-            return value
-        wanted = "true or false"
+    field = FIELDS.get(name, FIELDS["micro_batch"])
+    if field.repeats:
+        wanted, is_right = "a list of texts", isinstance(value, list) and all(isinstance(each, str) for each in value)
+    elif field.kind == "flag":
+        wanted, is_right = "true or false", isinstance(value, bool)
     else:
-        if isinstance(value, str):
-            return value.strip()
-        wanted = "a text"
-    raise FlopcalcError(f"{name} is {wanted}, not {format_value(value)}")
+        wanted, is_right = "a text", isinstance(value, str)
+    if not is_right:
+        raise FlopcalcError(f"{name} is {wanted}, not {format_value(value)}")
+    if isinstance(value, list):
+        return tuple(each.strip() for each in value if each.strip())
+    return value.strip() if isinstance(value, str) else value
 
 
 def _read_files(value: object) -> tuple[tuple[str, str], ...]:

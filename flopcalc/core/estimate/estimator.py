@@ -106,7 +106,9 @@ class Estimator(Protocol):
         notes: tuple[str, ...] = ()
         check_no_sampling(self.source.name, phase, **{name: value for name, value in media.items() if name in _SAMPLED})
         if batch is not None:
-            check_no_sizes(batch_size, seq_len, lengths, context, decoder_seq_len, *media.values())
+            others = (seq_len, lengths, context, decoder_seq_len, *media.values())
+            if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
+                raise WorkloadError("batch already says sizes, lengths and images: give it alone")
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
         audio, images = media.get("audio"), media.get("images")
         sizes = cast("Media", {name: value for name, value in media.items() if name not in _UNCUT} if media else media)
@@ -243,9 +245,3 @@ def check_no_sampling(name: str, phase: PipelinePhase, **asked: object) -> Phase
     if isinstance(phase, str) and phase == "sample":
         raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
     return phase
-
-
-def check_no_sizes(batch_size: int, *others: object) -> None:
-    """A batch says its sizes itself."""
-    if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
-        raise WorkloadError("batch already says sizes, lengths and images: give it alone")

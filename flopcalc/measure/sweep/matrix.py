@@ -16,6 +16,7 @@ from flopcalc.base.errors import DeviceError, FlopcalcError, find_nearest, forma
 from flopcalc.base.files import read_path
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import MAX_SIZE, check_size
+from flopcalc.base.vocabulary import BASELINE as BASELINE
 from flopcalc.base.vocabulary import Clipping
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.measure.jobs.job import Job
@@ -28,7 +29,6 @@ TRAINERS: dict[str, Clipping] = {
     "DPGhostClippingTrainer": "ghost",
     "DPFastGradientClippingTrainer": "fast",
 }
-BASELINE = "StandardTrainer"  # the baseline for slowdown and extra FLOPs
 MODEL_SIZES = {"tiny": "sweep-tiny", "small": "sweep-small", "medium": "sweep-medium", "1b": "sweep-1b"}
 DTYPES = ("auto", "bf16", "fp32", "fp64")  # auto: bf16 on a GPU, fp32 on the CPU
 DEVICES = ("auto", "cpu", "cuda")

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc._version import __version__
@@ -15,10 +15,12 @@ from flopcalc.base.errors import format_value
 from flopcalc.base.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
 from flopcalc.base.spelling import spell
 from flopcalc.base.validate import FromZero, find_fault
+from flopcalc.base.vocabulary import BASELINE
 from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.journal import describe_error
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
-from flopcalc.measure.sweep.matrix import BASELINE, CHILD, Configuration, SweepError
+from flopcalc.measure.sweep.matrix import CHILD, Configuration, SweepError
+from flopcalc.report.sweep import get_value
 
 if TYPE_CHECKING:
     from flopcalc.measure.jobs.launchers import Launcher
@@ -195,14 +197,6 @@ def _find_wrong(row: Json) -> str | None:
         if value is not None and find_fault(value, FromZero):
             return f"{'.'.join(keys)} is {format_value(value)}"
     return None
-
-
-def get_value(row: Mapping[str, object], *keys: str) -> Any:
-    """A value inside a row's objects; None where it, or what holds it, is missing."""
-    value: object = row
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def save_results(path: str, rows: Sequence[Json]) -> None:

@@ -59,11 +59,10 @@ def read_launch(launch: Any) -> Launch:
                     unknown.append(f"{key}: {format_value(value)}")
             elif not _is_ignored(key, value, table["ignored"]["keys"]):
                 unknown.append(key)
-        flavours = table.get("flavours", {})
         for key, value in table.get("defaults", {}).items():
             if not any(keys[key] == keys.get(other) for other in values):
                 settings.take_default(keys[key], value)
-        unknown += settings.finish_file(flavours)
+        unknown += settings.finish_file(table.get("flavours", {}))
     return Launch(tuple(names), tuple(frameworks), settings.finish(), tuple(unknown))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -83,26 +84,16 @@ class LaunchSettings:
 
     def _make_batch(self) -> dict[str, Taken]:
         """Sequences of a micro-batch on one GPU, and the GPUs."""
-        said, found = self._said, {}
-        degrees = [said[word].value for word in ("tp", "cp", "pp") if word in said]
-        spread = 1
-        for degree in degrees:
-            spread *= degree
-        if "batch" in said:
-            found["batch"] = said["batch"]
+        said, found = self._said, dict[str, Taken]()
+        spread = math.prod(said[word].value for word in ("tp", "cp", "pp") if word in said)
+        found |= {word: said[word] for word in ("batch", "gpus", "global_batch") if word in said}
         dp = [said[word] for word in ("dp", "dp_shard") if word in said]
-        if "gpus" in said:
-            found["gpus"] = said["gpus"]
-        elif dp and all(each.value > 0 for each in dp) and "dp_shard" in said:
-            gpus = spread
-            for each in dp:
-                gpus *= each.value
+        if "gpus" not in said and "dp_shard" in said and all(each.value > 0 for each in dp):
+            gpus = math.prod([spread, *(each.value for each in dp)])
             keys = [said[word].key for word in ("dp", "dp_shard", "tp", "cp", "pp") if word in said]
             found["gpus"] = Taken(gpus, " × ".join(keys))
         if "gpus" in found and "batch" in said and found["gpus"].value % spread:
             raise ConfigError(f"{found['gpus'].value} GPUs are no multiple of tp · cp · pp = {spread}")
-        if "global_batch" in said:
-            found["global_batch"] = said["global_batch"]
         return found
 
     def _make_recompute(self) -> dict[str, Taken]:
@@ -130,13 +121,9 @@ class LaunchSettings:
             targets = Taken(("all-linear",), said["lora.all_linear"].key)
         if targets is None:
             raise ConfigError(f"{self._file}: {asked.key} asks for LoRA, but no key says its target modules")
-        lora = {"r": said["lora.r"].value if "lora.r" in said else 8, "targets": targets.value}
-        if "lora.save" in said:
-            lora["save"] = said["lora.save"].value
-        if "lora.dtype" in said:
-            lora["dtype"] = said["lora.dtype"].value
-        words = ("lora.r", "lora.save", "lora.dtype")
-        keys = [asked.key, targets.key, *(said[word].key for word in words if word in said)]
+        more = {word: said[f"lora.{word}"] for word in ("r", "save", "dtype") if f"lora.{word}" in said}
+        lora = {"r": 8, "targets": targets.value, **{word: each.value for word, each in more.items()}}
+        keys = [asked.key, targets.key, *(each.key for each in more.values())]
         return {"lora": Taken(lora, ", ".join(dict.fromkeys(keys)))}
 
     def _make_formats(self) -> dict[str, Taken]:

@@ -14,8 +14,9 @@ import sweep_stand_in as stand_in
 from places import HELPERS, ROOT
 
 from flopcalc import bind
+from flopcalc.base.vocabulary import BASELINE
 from flopcalc.cli import main
-from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, find_model
+from flopcalc.measure.sweep.matrix import TRAINERS, find_model
 
 SCRIPT = ROOT / "benchmarks" / "dp_sgd.py"
 RESULTS = ROOT / "benchmarks" / "results" / "dp_sgd.json"

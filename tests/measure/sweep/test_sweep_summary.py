@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from flopcalc.measure.sweep.summary import describe_setting, format_summary, plot, summarize
+from flopcalc.measure.sweep.summary import plot, summarize
+from flopcalc.report.sweep import describe_setting, format_summary
 
 Json = dict[str, Any]
 SETTINGS = {"dtype": "bf16", "device": "cuda", "attention": "sdpa", "steps": 10, "warmup": 3}
