@@ -3,8 +3,8 @@
     python benchmarks/monitor_soak.py [--minutes 60] [--out FILE]
 
 Trains a toy model, first a few steps alone, then with a monitor for so long. The first steps' losses must be the same.
-After a tenth of the time, and at the end, it reads what the process holds. Exit code 1 if something grew: memory by more
-than 20 MB, or threads or open files at all.
+After a tenth of the time, and at the end, it reads what the process holds. Exit code 1 if something grew: memory by
+more than 20 MB, or threads or open files at all.
 """
 
 from __future__ import annotations
