@@ -397,7 +397,7 @@ def draw_pattern(rng: random.Random) -> Case:
     if rng.random() < 0.1:
         text = "(" * 5000 + text + ")" * 5000
     if rng.random() < 0.5:
-        return Case(["estimate", "gpt2", "--seq", "64", "--lora", f"r=4,targets=regex:{text}"])
+        return Case(["estimate", "gpt2", "--seq", "64", "--lora", f"r=4,targets=re:{text}"])
     table = {**LAUNCHED["axolotl"], "lora_target_modules": text}
     return Case(["estimate", "--launch", "launch.yaml"], {"launch.yaml": as_json(table)})
 
