@@ -11,6 +11,8 @@ from flopcalc.base.errors import FlopcalcError, format_value
 LIMIT_S = 5.0  # for all names together
 MAX_CHARACTERS = 1000
 MAX_REPEATS = 2  # time grows with a name's length to this power, and less than a millisecond is fine
+# Compiling sets without case takes long; of nested sets re warns, and a user of LoRA would not know what of.
+_ODD = re.compile(r"\(\?[a-zA-Z]*i|\[\[|--|&&|~~|\|\|")
 # Its process can be stopped; a thread that matches cannot, and it holds all others up.
 _HELPER = """import json, re, sys
 text, names = json.load(sys.stdin)
@@ -24,7 +26,7 @@ except (re.error, RecursionError, OverflowError) as error:
 
 def is_costly(text: str, most_repeats: int = MAX_REPEATS) -> bool:
     """Whether a pattern repeats a group with repeats or choices, or has many repeats: time may grow without bound."""
-    if len(text) > MAX_CHARACTERS or re.search(r"\(\?[a-zA-Z]*i", text):  # compiling without case takes long, too
+    if len(text) > MAX_CHARACTERS or _ODD.search(text):
         return True
     has_repeat = [False]  # of each open group
     repeats, at = 0, 0

@@ -34,8 +34,9 @@ from flopcalc.monitor.values import ValueReader
 GOODPUT_NAME = "goodput.json"
 _GOODPUT_S = 5.0  # the file is written no more often
 _DROPPED_S = 0.01  # so long a monitor that was not closed waits for its last values
+_SLICE_S = 1e-4  # so long a thread digests at once
 _LOCK_S = 1.0  # a caller waits no longer for the worker
-_MOST_ENTRIES = 100_000  # kept for a worker that does not come: then the oldest go
+_MOST_ENTRIES = 20_000  # kept for a worker that does not come: then the oldest go
 _NO_BATCH = (
     "a step was seen without its batch, so its FLOPs are not known: give the live model (model=, attach), or the batch "
     "(with monitor.step(batch), log_step(attention_mask=…)); a model that was compiled in place hides its inputs, give "
@@ -69,6 +70,7 @@ class StepWorker:
         self._created, self._created_s = clock(), time.time()
         self._lock = threading.RLock()  # reentrant: a signal handler may close the monitor while it digests
         self._goodput_at_s = -math.inf
+        self._owes_goodput = False
         self._logged_before = 0  # the last step that an earlier run wrote into the same log
         self.has_begun = False
 
@@ -168,19 +170,32 @@ class StepWorker:
         """A step and its record are one entry, or two: then each is counted once."""
         return max(self._lost_steps, self._lost_records)
 
-    def digest(self, lock_s: float = _LOCK_S) -> None:
-        """Turn what is ready into metrics, in its order."""
-        if not self._lock.acquire(timeout=lock_s):
-            return  # the worker holds it, and is slow
+    def digest(self, within_s: float = math.inf) -> None:
+        """Turn what is ready into metrics, in its order, for `within_s` at most."""
+        deadline_s = min(self._deadline_s, time.monotonic() + within_s)
+        while self._digest_some(deadline_s):
+            time.sleep(0)  # let another thread go on: else Python makes it wait for 5 ms
+
+    def _digest_some(self, deadline_s: float) -> bool:
+        """Digest a few entries; whether more are ready, and there is time."""
+        if not self._lock.acquire(timeout=_LOCK_S):
+            return False  # the worker holds it, and is slow
+        has_more = False
         try:
-            while self.entries and self.entries[0].is_ready and time.monotonic() < self._deadline_s:
+            end_s = min(deadline_s, time.monotonic() + _SLICE_S)
+            while self.entries and self.entries[0].is_ready:
+                if time.monotonic() >= end_s:
+                    has_more = end_s < deadline_s
+                    break
                 self._try(self.entries.popleft())
-            self._exchange()
+            if not has_more:
+                self._exchange()
             problems, self.meter.problems = self.meter.problems, {}
         finally:
             self._lock.release()
         for once, problem in problems.items():
             self._say(problem, once)
+        return has_more
 
     def _try(self, entry: object) -> None:
         """One entry that cannot be digested is said once, and takes no other with it."""
@@ -213,14 +228,13 @@ class StepWorker:
         }
         source = self.model.source
         gauge = source.gauge() if source is not None and self.meter.is_detail_due() else {}
-        elapsed_s = (entry.ended_ns - self._created) / 1e9
+        elapsed_s = max(0, entry.ended_ns - self._created) / 1e9
         record, details = self.meter.report(values, elapsed_s, gauge)
         self.metrics = {**self._keep_lasting(), **record, **details}
         if self.outbox is not None:
             skip = ("wandb",) if entry.skip_wandb else ()
             self.outbox.put({"type": "step", "time": self._created_s + elapsed_s, **record}, skip=skip)
-        if "goodput/share" in record and self._elapsed_s() - self._goodput_at_s >= _GOODPUT_S:
-            self._write_goodput()
+        self._owes_goodput = self._owes_goodput or "goodput/share" in record
 
     def _keep_lasting(self) -> dict[str, Any]:
         """What the next record does not replace: all else is of the same steps."""
@@ -242,7 +256,7 @@ class StepWorker:
     def _make_step(self, entry: SeenStep) -> MeteredStep:
         works = self._count(entry)
         wall_s = entry.wall_ns / 1e9
-        data_s = min(max(0, entry.data_ns), max(0, entry.wall_ns)) / 1e9  # a part of it
+        data_s = min(max(0, entry.data_ns), entry.wall_ns) / 1e9  # a part of it
         passes = self._count_passes(entry)
         step = MeteredStep(
             entry.number, wall_s, data_s, entry.device_s, measured=entry.is_measured, passes=passes, owes=entry.owes
@@ -367,12 +381,18 @@ class StepWorker:
     # --- Files ------------------------------------------------------------------------------------------------------
 
     def _elapsed_s(self) -> float:
-        return (self._clock() - self._created) / 1e9
+        return max(0, self._clock() - self._created) / 1e9
+
+    def refresh_goodput(self) -> None:
+        """Write the file again where it is due; the worker alone waits for the disk."""
+        if self._owes_goodput and self._elapsed_s() - self._goodput_at_s >= _GOODPUT_S:
+            self._write_goodput()
 
     def _write_goodput(self) -> None:
         """Where the time went, as a file of its own, replaced as a whole."""
         if self.outbox is None:
             return
+        self._owes_goodput = False
         self._goodput_at_s = self._elapsed_s()
         path = os.path.join(self._output_dir, GOODPUT_NAME)
         found = {

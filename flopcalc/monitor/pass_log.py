@@ -58,7 +58,7 @@ class PassLog:
         if device is not None and seen.start is not None:
             seen.end = device.mark(seen.end)
         else:
-            seen.seconds = (self._clock() - seen.begin_ns) / 1e9
+            seen.seconds = max(0, self._clock() - seen.begin_ns) / 1e9
         if seen is not self._generation:
             self.passes.append(seen)
         self._generation = seen if seen.name == "rollout" else None

@@ -33,6 +33,7 @@ _POLL_S = 0.25  # the worker looks this often
 _MARK_NS, _MARK_STEPS = 8_000_000_000, 64  # how often a step is marked on the device, and the device is asked
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _COUNT_S = 5.0  # nor for what is to be counted
+_CATCH_UP_S = 0.25  # and metrics() does not count for longer
 _JOIN_S = 1.0  # and for a thread that was asked to end
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
@@ -91,6 +92,7 @@ class TrainingMonitor(PassCalls):
         self._watched = HostBatches(self._messages.say)
         self._values = ValueReader(self._messages.say)
         self._number = 0
+        self._thread, self._threads = 0, set[int]()  # whose step ended last, and all that ended one
         self._frequency = self.settings.frequency(None)
         self._is_started = False
         self._hooks: list[Any] = []
@@ -346,7 +348,9 @@ class TrainingMonitor(PassCalls):
         if seen.start is not None:
             self._mark_end(seen)
         now = _clock()
-        seen.wall_ns, self._boundary = now - self._boundary, now
+        seen.wall_ns, self._boundary = max(0, now - self._boundary), now  # another thread may have moved it
+        if threading.get_ident() != self._thread:
+            self._see_thread()
         if self._passes.is_used:
             self._passes.move_to(seen)
         if self._owes:
@@ -529,7 +533,7 @@ class TrainingMonitor(PassCalls):
         """Everything that the device is done with becomes metrics now, on the caller's time."""
         self._settle_report()
         self._values.poll()
-        self._digester.digest()
+        self._digester.digest(_CATCH_UP_S)
         self._messages.warn_pending()
 
     def _finish_steps(self) -> None:
@@ -551,12 +555,23 @@ class TrainingMonitor(PassCalls):
 
     @guarded
     def _lose_since(self, cause: str, before: int) -> None:
-        now = _clock()
+        lost = max(0, _clock() - before)
         self._passes.lose(cause, before)
-        self._boundary += now - before
-        self._digester.add(LostTime(cause, (now - before) / 1e9))
+        self._boundary += lost
+        self._digester.add(LostTime(cause, lost / 1e9))
 
     # --- When something goes wrong ----------------------------------------------------------------------------------
+
+    def _see_thread(self) -> None:
+        """A loop may move to another thread; threads that take turns are several loops."""
+        self._thread = threading.get_ident()
+        if self._thread in self._threads:
+            self.say(
+                "steps of several threads are counted as those of one loop: if they are several loops, give each a "
+                "monitor of its own",
+                "threads",
+            )
+        self._threads.add(self._thread)
 
     def _is_copy(self) -> bool:
         return self._pid != os.getpid()
@@ -583,6 +598,7 @@ def _work(reference: weakref.ref[TrainingMonitor], wake: threading.Event) -> Non
             monitor._values.copy_handed()
             monitor._values.take_in()
             monitor._digester.digest()
+            monitor._digester.refresh_goodput()
         except Exception as error:
             monitor._fail("worker", error)
         del monitor

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import translate
 from typing import Any, NamedTuple
 
-from flopcalc.base.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import wrap
 from flopcalc.base.units import format_flops
@@ -24,7 +24,7 @@ def explain_rows(estimate: Estimate, pattern: str) -> list[dict[str, Any]]:
     entries = find_rows(estimate, pattern)
     if not entries:
         paths = [row.path for row in estimate.by_module() if row.forward or row.clipping]
-        raise WorkloadError(f"{spell('op')} {pattern!r} matches no operation; there are {', '.join(paths)}")
+        raise WorkloadError(f"{spell('op')} {format_value(pattern)} matches no operation; there are {', '.join(paths)}")
     return [explain_row(estimate, entry) for entry in entries]
 
 

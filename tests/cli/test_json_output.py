@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "models": ("models",),
     "devices": ("devices",),
     "calibration list": ("calibration", "list"),
-    "calibration show": ("calibration", "show", "h200-sxm"),
+    "calibration show": ("calibration", "show", "h200-sxm", "steps"),
     "sweep summarize": ("sweep", "summarize", "--logs-dir", "."),
     "monitor": ("monitor", "show", "log.jsonl"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import socket
 import sys
 import threading
@@ -322,6 +323,42 @@ def test_more_ranks_than_connections(ends: Ends, monkeypatch: pytest.MonkeyPatch
     [found] = listener.close(DEADLINE_S)  # who was sent away is waited for all the same
     assert found.missing == ()
     assert ends.said == []
+
+
+@pytest.mark.heavy
+def test_a_thousand_ranks_some_of_them_late_some_dead(ends: Ends) -> None:
+    """Every sum arrives once, in the order of intervals, over far fewer connections than ranks."""
+    world, late, dead, rng = 1024, {9, 512, 1023}, {5, 700}, random.Random("ranks")
+    listener = ends.listener(world)
+    senders = [ends.sender(rank, world) for rank in range(1, world)]
+
+    def post(interval: int, left_out: set[int]) -> None:
+        for end in rng.sample([listener, *senders], world):
+            if end.rank not in left_out:
+                end.post(interval, make_sums(end.rank, interval))
+
+    post(1, set())
+    [first] = gather(listener, 1)
+    for rank in dead:
+        senders[rank - 1].close(0.2)
+    post(2, dead | late)
+    post(3, dead | late)
+    assert listener.collect() == []  # those that are late may still come
+    for interval in (2, 3):
+        for rank in late:
+            senders[rank - 1].post(interval, make_sums(rank, interval))
+    alive = set(range(world)) - dead
+    wait_for(lambda: set(listener._open.get(2, ())) == alive)
+    found = [first, *give_up_waiting(listener, 3, alive)]
+    assert [each.interval for each in found] == [1, 2, 3]
+    for each in found:
+        ranks = sorted(each.sums)
+        assert ranks == (list(range(world)) if each.interval == 1 else sorted(alive))
+        assert repr([each.sums[rank] for rank in ranks]) == repr([make_sums(rank, each.interval) for rank in ranks])
+    assert [each.missing for each in found] == [(), (5, 700), (5, 700)]
+    assert [combine(each, world).scope for each in found] == ["all 1024 ranks", *["1022 of 1024 ranks"] * 2]
+    assert len(listener._connected) <= side_module._MOST_LINKS
+    assert [message[:39] for message in ends.said] == ["ranks 5, 700 of 1024 sent no sums in ti"]
 
 
 def test_copies_of_the_sockets_hold_nobody(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,27 @@ def test_log_deleted_underneath_is_begun_again(tmp_path: Path, how: str) -> None
     assert said == [f"{path} was deleted or moved while the monitor wrote to it: begun again"]
 
 
+@pytest.mark.parametrize("how", ["folder", "link to a file", "link to a device", "link to itself"])
+def test_a_log_replaced_by_something_else_is_given_up_at_close(tmp_path: Path, how: str) -> None:
+    """Nothing is written behind a link that was put there, and close does not wait for it to change."""
+    path, other = tmp_path / "log.jsonl", tmp_path / "other.jsonl"
+    other.write_text("mine")
+    said: list[str] = []
+    box = Outbox([JsonlSink(path, save_every=1)], said.append)
+    box.put({"n": 1})
+    assert box.flush()
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"link to a file": other, "link to a device": "/dev/full", "link to itself": path}[how])
+    box.put({"n": 2})
+    assert not box.close(3600.0)  # a test that waited for it would never end
+    assert other.read_text() == "mine"
+    assert said[0] == f"{path} was deleted or moved while the monitor wrote to it: begun again"
+    assert said[-1] == "sink jsonl: 1 records were not written"
+
+
 def test_log_with_a_line_torn_by_an_error_is_written_whole_into_a_new_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

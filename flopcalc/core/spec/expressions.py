@@ -262,7 +262,7 @@ def _check_chunks(count: int, length: int) -> None:
 
 def _letters(word: str) -> list[int | str]:
     """The letters of a word; adjacent digits are one whole number: 4, '/' and 8 of '4/8'."""
-    return [int(part) if part.isdigit() else part for part in re.findall("[0-9]+|.", word)]
+    return [int(part) if is_digits(part) else part for part in re.findall("[0-9]+|.", word)]
 
 
 def _run(sizes: object, index: int) -> int:

@@ -91,7 +91,9 @@ class JsonlSink(Sink):
                 self._said_gone = True
                 self._say(f"{self._path} was deleted or moved while the monitor wrote to it: begun again")
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        # Whoever put a link where our file was may mean another file.
+        follows = getattr(os, "O_NOFOLLOW", 0) if self._said_gone else 0
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | follows, 0o666)
         try:
             found = os.fstat(fd)
             if stat.S_ISREG(found.st_mode) and found.st_size:
@@ -109,8 +111,10 @@ def _is_at(fd: int, path: str) -> bool:
     """Whether the open file is still the one under this path."""
     try:
         found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise
     return os.path.samestat(os.fstat(fd), found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ LONGEST_RETRY_S = 60.0
 LONG_QUEUE = 500
 # What a sink has taken and not written is written after this long: a killed process loses no more.
 LONGEST_UNSAVED_S = 2.0
+# What the last moments of a training do not change: a folder or a link in a file's place, or no right to write there.
+LASTING = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO)
 
 
 class Outbox:
@@ -213,13 +216,18 @@ class _Queue:
 
     def _fail(self, error: BaseException) -> None:
         sink = self.sink
-        if not self._opened and isinstance(error, ImportError):
+        is_missing = not self._opened and isinstance(error, ImportError)
+        if is_missing or (self._closing and getattr(error, "errno", None) in LASTING):
             with self._lock:
+                self._lost += 0 if is_missing else len(self._queue) + max(self._current is not None, sink.unsaved())
                 self._dead = True
                 self._current = None
                 self._queue.clear()
                 self._changed.notify_all()
-            self._say(f"sink {sink.name} is left out: {error}; {sink.install}")
+            self._say(
+                f"sink {sink.name} is left out: {error}; {sink.install}" if is_missing
+                else f"sink {sink.name}: {describe(error)}"
+            )  # fmt: skip
             return
         self._failures += 1
         self._attempts += 1
