@@ -48,7 +48,7 @@ def get_config(name: str) -> Json:
 
 def measure_cases(
     out: Path, device: str, command: str, cases: dict[str, Json], configs: Callable[[str], Json],
-    prepare: Callable[[Any], object] = lambda runner: None,
+    prepare: Callable[[Any], object] | None = None,
 ) -> None:  # fmt: skip
     """One step of each case under the counter; `prepare` may change a runner's model before it runs."""
     from flopcalc.measure.calibrate.provenance import describe_machine
@@ -64,7 +64,8 @@ def measure_cases(
         runner = Runner(device, configs)
         try:
             step = runner.make_step(case)
-            prepare(runner)
+            if prepare is not None:
+                prepare(runner)
             runner.optimizer.step = lambda: None  # products alone
             step()
             runner.bench.synchronize()

@@ -19,6 +19,7 @@ from flopcalc.setup.setup import BESIDE, Setup, make_setup
 
 _FILE = re.compile(r"(?:[\w.-]+/)?[\w.-]+\.json", re.ASCII)
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.json)", re.ASCII)  # of a preset; nothing else of this machine is read
+_ROUTING = re.compile(r"(?:even|spread:.*|[\d\s,]*)", re.ASCII)  # no file: those of this machine are not read
 _MOST_FILES = 40
 _MOST_BOUND = 8
 # What needs this machine, or says again what another field says.
@@ -32,6 +33,7 @@ _HINTS = {
     "tp": "1,2,4,8", "pp": "1,2,4", "cp": "1,2", "ep": "1,8", "zero": "1,3", "micro_batch": "1,2,4", "price": "2.5",
     "step_time": "500ms", "tokens_per_second": "9k", "peak": "989T", "tflops": "400", "head": "sequence:3",
     "model_type": "llama", "parts": "denoiser,text,vae", "overlap": "all", "mtp": "1",
+    "routing": "spread:0.4",
 }  # fmt: skip
 _CONTROLS = {
     "device": "device",
@@ -116,9 +118,9 @@ def _read_value(name: str, value: object) -> Any:
             return value
         wanted = "true or false"
     else:
-        if isinstance(value, str):
+        if isinstance(value, str) and (name != "routing" or _ROUTING.fullmatch(value.strip())):
             return value.strip()
-        wanted = "a text"
+        wanted = "even, spread:S or rows per expert (N,N,…)" if name == "routing" else "a text"
     raise FlopcalcError(f"{name} is {wanted}, not {format_value(value)}")
 
 
