@@ -45,7 +45,7 @@ from predict_error import calibrated_here
 
 from flopcalc import bind
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.measure.predictor.fit.cases import RANDOM, ModelledCase, model_cases
+from flopcalc.measure.predictor.fit.cases import ModelledCase, find_random, model_cases
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 from flopcalc.prediction.constants import FOLLOWS
 from lab.blind.rounds import NUMBERS, Adapter, Model, Step, load_round
@@ -122,9 +122,7 @@ def predict_step(
     """What `flopcalc predict` says of one step; a small one has the probe's pause behind it."""
     from flopcalc import predict
 
-    options: Json = {}
-    if bind(get_config(case["model"])).routing is not None:
-        options = {"routing": RANDOM}
+    options: Json = {"routing": find_random(get_config(case["model"]))}
     if model.adapter is not None:
         options |= {"lora": {"r": model.adapter.rank, "targets": list(model.adapter.targets)},
                     "autocast": model.adapter.is_autocast}  # fmt: skip
@@ -140,8 +138,10 @@ def predict_step(
 def bind_counted(name: str, routing: object) -> Estimator:
     """A counted step's model under `--convention hardware --device h200`; `routing` is for models with experts."""
     config = ROUND.get_counted_config(name)
-    given: Json = {"convention": "hardware", "device": "h200", "attention_kernel": "auto"}
-    return bind(config, **given, routing=routing if bind(config).routing is not None else None)
+    return bind(
+        config, convention="hardware", device="h200", attention_kernel="auto",
+        routing=routing if find_random(config) is not None else None,
+    )  # fmt: skip
 
 
 def count_executed(name: str, routing: object = "even") -> int:
@@ -401,7 +401,7 @@ def measure_executed(out: Path, limits: Limits) -> None:
         def run(name: str = name, batch: int = batch, seq: int = seq, grids: Any = grids) -> Json:
             case = make_case(name, "train", batch, seq, grids)
             step = runner.make_step(case)
-            if bind(runner.config).routing is not None:
+            if find_random(runner.config) is not None:
                 deal_evenly(runner.model)
             runner.optimizer.step = lambda: None  # products alone
             step()

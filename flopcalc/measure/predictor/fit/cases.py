@@ -45,12 +45,15 @@ def model_cases(
 
 
 def bind_case(case: Json, config: Json, device: str) -> Estimator:
-    given: Json = {
-        "recipe": {"recompute": case["recompute"]}, "convention": "hardware", "device": device,
-        "attention_kernel": _find_kernel(case) or "auto",
-    }  # fmt: skip
-    estimator = bind_config(config, **given)
-    return estimator if estimator.routing is None else bind_config(config, **given, routing=RANDOM)
+    return bind_config(
+        config, recipe={"recompute": case["recompute"]}, convention="hardware", device=device,
+        attention_kernel=_find_kernel(case) or "auto", routing=find_random(config),
+    )  # fmt: skip
+
+
+def find_random(config: Json) -> Routing | None:
+    """The routing of a model with HF's random weights; None for a model without experts."""
+    return RANDOM if bind_config(config).routing is not None else None
 
 
 def model_case(case: Json, estimator: Estimator, transformers: str = RECORDED) -> ModelledCase:
