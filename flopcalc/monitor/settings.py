@@ -14,6 +14,7 @@ from flopcalc.base.data import describe_install, parse_toml
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, MAX_YAML_BYTES, read_path, read_text
 from flopcalc.hardware.devices import parse_dtype
+from flopcalc.hardware.routing import Routing, parse_routing
 from flopcalc.monitor.keys import STYLES
 
 MODES = ("smart", "profiler", "estimate", "hybrid")
@@ -50,6 +51,7 @@ class Settings:
     key_style: str = "flopcalc"
     device: str | None = None
     dtype: str | None = None
+    routing: Routing | None = None  # of experts, for HFU; None: even
     # Of one device: one peak for all products, or one per number format.
     peak_flops_per_s: float | dict[str, float] | None = field(default=None, hash=False)
     skip_first: int = 2  # steps that no average holds
@@ -135,7 +137,7 @@ _FIELDS: dict[str, str] = {
         f"monitoring.{name}": name
         for name in (
             "detail_every", "save_every", "dataset_metrics_every", "sinks", "key_style", "device", "dtype",
-            "peak_flops_per_s", "skip_first", "stall_factor", "straggler_factor",
+            "routing", "peak_flops_per_s", "skip_first", "stall_factor", "straggler_factor",
         )
     },
     **{f"smart_mode.{name}": name for name in ("initial_profiling", "calibration_enabled", "recalibration_frequency")},
@@ -260,6 +262,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "phase_frequencies": _phases,
     "sinks": _sinks,
     "dtype": parse_dtype,
+    "routing": parse_routing,
     "skip_first": _whole(0),
     "peak_flops_per_s": _peaks,
     "side_timeout_s": _above(0),
