@@ -220,7 +220,12 @@ def test_only_devices_with_these_kernels_are_modelled() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("name", "page"), [("executed_steps", "docs/calibration.md"), ("host_steps", "lab/blind/README.md")]
+    ("name", "page"),
+    [
+        ("executed_steps", "docs/calibration.md"),
+        ("even_routers", "docs/calibration.md"),
+        ("host_steps", "lab/blind/README.md"),
+    ],
 )
 def test_pages_have_what_was_measured(name: str, page: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
