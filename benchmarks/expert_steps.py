@@ -169,7 +169,7 @@ def find_routes(runner: Any, case: Json) -> list[list[int]]:
 def compare(case: Json, version: str) -> Json:
     """One case: measured, predicted, error, inside the interval or not."""
     from flopcalc import predict
-    from flopcalc.measure.predictor.fit.cases import RANDOM
+    from flopcalc.hardware.routing import RANDOM
     from flopcalc.prediction.constants import load_predictor
 
     constants = load_predictor("h200-sxm")

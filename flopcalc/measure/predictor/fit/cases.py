@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload, make_workload
-from flopcalc.hardware.routing import Routing
+from flopcalc.hardware.routing import RANDOM, Routing
 from flopcalc.prediction.clock import Clock
 from flopcalc.prediction.constants import CompiledConstants, Constants, HostConstants
 from flopcalc.prediction.machine import Machine
@@ -18,7 +18,6 @@ from flopcalc.prediction.routed import RECORDED
 from flopcalc.prediction.work import Work
 
 Json = dict[str, Any]
-RANDOM = Routing(0.4)  # about what routers with HF's random weights do, in what was measured
 
 
 class ModelledCase(NamedTuple):

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from flopcalc.base.errors import CalibrationError
-from flopcalc.measure.predictor.fit.cases import RANDOM, Json, ModelledCase
+from flopcalc.hardware.routing import RANDOM
+from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,
     GROUPED_PULL,

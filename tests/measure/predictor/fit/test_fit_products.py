@@ -9,7 +9,8 @@ import pytest
 from fitted import BF16, MIXTRAL, model, profile
 
 from flopcalc.base.errors import CalibrationError
-from flopcalc.measure.predictor.fit.cases import RANDOM, ModelledCase
+from flopcalc.hardware.routing import RANDOM
+from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.points import ProductPoint, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import ProductTable, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.runs import cut_config, make_case
