@@ -2,7 +2,8 @@
 
 Fixed before anything was measured: the steps of CASES run once each, forward and backward, with HF's sdpa, counted by
 the GPU's own counter of bf16 tensor cores. None of their sizes is in the tables. Lengths are odd on purpose; experts
-and towers are among them. Weights are random, dropout is as the config has it.
+and towers are among them. Weights are random, dropout is as the config has it. Experts are counted with the rows that
+their routers dealt out, which expert_routes.json has.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def get_config(name: str) -> Json:
 
 def measure_cases(
     out: Path, device: str, command: str, cases: dict[str, Json], configs: Callable[[str], Json],
-    prepare: Callable[[Any], object] = lambda runner: None,
+    prepare: Callable[[Any], object] | None = None,
 ) -> None:  # fmt: skip
     """One step of each case under the counter; `prepare` may change a runner's model before it runs."""
     from flopcalc.measure.calibrate.provenance import describe_machine
@@ -64,7 +65,8 @@ def measure_cases(
         runner = Runner(device, configs)
         try:
             step = runner.make_step(case)
-            prepare(runner)
+            if prepare is not None:
+                prepare(runner)
             runner.optimizer.step = lambda: None  # products alone
             step()
             runner.bench.synchronize()
@@ -88,11 +90,13 @@ def measure(out: Path, device: str) -> None:
 
 
 def count(name: str, device: str | None = "h200") -> int:
-    """FLOPs of the same step as `estimate --convention hardware --device h200` counts them."""
+    """FLOPs of the same step as `estimate --convention hardware --device h200` counts them, with its routers' rows."""
     from flopcalc import bind
 
     _, _, _, batch, seq, grids = CASES[name]
-    estimator = bind(get_config(name), convention="hardware", device=device, attention_kernel="auto")
+    routes = json.loads((RESULTS / "expert_routes.json").read_text())["cases"]
+    rows = next((case["rows_per_expert"] for case in routes if case["name"] == name), None)
+    estimator = bind(get_config(name), convention="hardware", device=device, attention_kernel="auto", routing=rows)
     images = [grid for _ in range(batch) for grid in grids] or None
     return int(estimator(batch, seq, image_grid_thw=images).total)
 

@@ -169,6 +169,7 @@ def find_routes(runner: Any, case: Json) -> list[list[int]]:
 def compare(case: Json, version: str) -> Json:
     """One case: measured, predicted, error, inside the interval or not."""
     from flopcalc import predict
+    from flopcalc.hardware.routing import RANDOM
     from flopcalc.prediction.kernels.constants import load_predictor
 
     constants = load_predictor("h200-sxm")
@@ -176,7 +177,7 @@ def compare(case: Json, version: str) -> Json:
     pace = case["probe_s"] / constants["probe_s"]["train"]
     found = predict(
         get_config(case["model"]), device="h200", batch_size=case["batch"], seq_len=case["seq"],
-        recompute=case["recompute"], advise=False, transformers=version, host_factor=pace,
+        recompute=case["recompute"], advise=False, transformers=version, host_factor=pace, routing=RANDOM,
     )  # fmt: skip
     low, mid, high = found.step_time_s
     return {

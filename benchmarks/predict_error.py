@@ -322,6 +322,7 @@ def calibrated_here(predictor: Path | None = None) -> Iterator[Json]:
 
 def _predict(case: Json, pace: float, pause_s: float, version: str) -> Any:
     from flopcalc.api import predict
+    from flopcalc.measure.predictor.fit.cases import find_random
 
     context = {"context": case["context"]} if case["phase"] == "decode" else {}
     images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None
@@ -330,7 +331,7 @@ def _predict(case: Json, pace: float, pause_s: float, version: str) -> Any:
         attention_kernel="eager" if case["attention"] == "eager" else "auto",
         recipe={"recompute": case["recompute"]}, batch_size=case["batch"], seq_len=case["seq"],
         image_grid_thw=images, phase=case["phase"], advise=False, host_factor=pace, pause_s=pause_s,
-        transformers=version, **context,
+        transformers=version, routing=find_random(get_config(case["model"])), **context,
     )  # fmt: skip
 
 

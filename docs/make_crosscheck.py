@@ -19,6 +19,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import join
 from flopcalc.hardware.tables import MeasuredTable, find_table, load_table
 from flopcalc.measure.calibrate.tables.counts import CONFIGS, get_grids
+from flopcalc.measure.predictor.fit.cases import find_random
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "crosscheck.md"
@@ -43,6 +44,7 @@ def estimate_row(row: dict[str, Any], device: str | None = DEVICE) -> Estimate:
         convention="hardware",
         attention_kernel=row["kernel"],
         device=device,
+        routing=find_random(CONFIGS[row["family"]]),
     )
     images = [grid for _ in range(row["batch"]) for grid in grids] or None
     return bound(row["batch"], row["seq"], image_grid_thw=images, phase=row["phase"])
@@ -162,7 +164,10 @@ def write_counts(counts: MeasuredTable, padding: MeasuredTable) -> Iterator[str]
     )
     yield ""
     yield "- `rule`: convention hardware from the config alone, with blocks of 128 and no padding."
-    yield ("- `tables`: the same with `--device`: measured constants of the kernel, and measured calls and products.")
+    yield (
+        "- `tables`: the same with `--device`: measured constants of the kernel, and measured calls and products. "
+        "Weights are random, so routers are uneven: experts are counted with `--routing spread:0.4`."
+    )
     yield (
         "- `alone`: the sum of every product and attention call of the step, each measured alone (table padding). "
         "If this equals `executed`, the whole difference is padding inside those calls."

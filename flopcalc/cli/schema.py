@@ -12,11 +12,12 @@ from flopcalc.cli.streams import show_json
 from flopcalc.setup.fields import FIELDS, Field, Kind
 
 _SIZE = {"type": ["integer", "string"], "minimum": 1}
+_COUNT = {**_SIZE, "minimum": 0}
 _NUMBER = {"type": ["number", "string"], "exclusiveMinimum": 0}
 _TEXTS = {"type": ["string", "array"], "items": {"type": "string"}}
 _TYPES: dict[Kind, dict[str, Any]] = {
     "text": {"type": "string"}, "path": {"type": "string"}, "word": {"type": "string"}, "flag": {"type": "boolean"},
-    "size": _SIZE, "count": {**_SIZE, "minimum": 0},
+    "size": _SIZE, "count": _COUNT,
     "sizes": {"type": ["array", "string"], "items": {"type": "integer", "minimum": 1}},
     "number": _NUMBER, "share": _NUMBER, "tokens": _NUMBER, "peak": {**_NUMBER, "type": ["number", "string", "object"]},
     "grids": {"type": "array", "items": {"type": ["string", "array"], "items": _SIZE}},
@@ -27,6 +28,7 @@ _TYPES: dict[Kind, dict[str, Any]] = {
     "logits": _SIZE, "parts": _TEXTS, "guidance": {"type": ["boolean", "string"]}, "global_batch": _SIZE,
     "degrees": {"type": ["integer", "string", "array"], "minimum": 0, "items": {"type": "integer", "minimum": 0}},
     "recomputes": _TEXTS, "value": {},
+    "routing": {"type": ["string", "array"], "items": {"type": ["integer", "array"], "minimum": 0, "items": _COUNT}},
 }  # fmt: skip
 
 

@@ -66,6 +66,7 @@ class Routing(Value):
 
 
 EVEN = Routing()
+RANDOM = Routing(0.4)  # about what routers with HF's random weights do: 0.06 to 2.5 in 31 steps (expert_routes.json)
 
 
 @lru_cache(maxsize=4096)
@@ -104,7 +105,9 @@ def parse_routing(value: object) -> Routing:
     if isinstance(value, str) and (found := _SPREAD.fullmatch(value)):
         spread = float(found[1])
         if spread > MAX_SPREAD:
-            raise WorkloadError(f"{spell('routing')}: a spread is 0 to {MAX_SPREAD:g}, not {found[1]}; give rows instead")
+            raise WorkloadError(
+                f"{spell('routing')}: a spread is 0 to {MAX_SPREAD:g}, not {found[1]}; give rows instead"
+            )
         return Routing(spread)
     if isinstance(value, str) and "," in value and value[0].isdigit():
         return _read_rows([parse_size(piece.strip(), "routing", 0) for piece in value.split(",")], spell("routing"))

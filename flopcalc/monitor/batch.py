@@ -15,6 +15,7 @@ from flopcalc.core.model.config import is_denoiser
 from flopcalc.core.model.live import strip, unwrap
 from flopcalc.core.workload.sums import Logits
 from flopcalc.core.workload.workload import Workload
+from flopcalc.hardware.routing import Routing
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.values import is_tensor, read_held
 
@@ -352,7 +353,12 @@ def _count_head(estimator: Estimator, load: Workload, convention: Convention, he
 
 
 def bind_live(
-    model: Any, device: str | None, compute: str | None = None, autocast: str | None = None, is_plain: bool = False
+    model: Any,
+    device: str | None,
+    compute: str | None = None,
+    autocast: str | None = None,
+    is_plain: bool = False,
+    routing: Routing | None = None,
 ) -> Estimator:
     """The estimator of what the monitor was given: an Estimator, a live model as it stands, a config or a name.
 
@@ -360,7 +366,9 @@ def bind_live(
     """
     if isinstance(model, Estimator):
         return model
-    formats: dict[str, Any] = {"compute": compute, "autocast": autocast if compute is None else None}
+    formats: dict[str, Any] = {
+        "compute": compute, "autocast": autocast if compute is None else None, "routing": routing,
+    }  # fmt: skip
     if not hasattr(model, "named_parameters"):
         return bind(model, device=device, **formats)
     inner = unwrap(model)

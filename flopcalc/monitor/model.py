@@ -153,7 +153,8 @@ class WatchedModel:
     def _make_intake(self, model: object, context: int, is_plain: bool = False) -> Intake:
         cast = self.seen.autocast if self.seen is not None else None
         device = find_known_device(self._settings) if self.seen is not None else None
-        estimator = bind_live(model, device, self._settings.dtype, cast, is_plain)
+        routing = self._settings.routing if self._is_first else None
+        estimator = bind_live(model, device, self._settings.dtype, cast, is_plain, routing)
         fp32 = "tf32" if self.seen is not None and self.seen.has_tf32 else "fp32"
         return Intake(estimator, context, fp32)
 

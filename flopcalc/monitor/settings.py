@@ -14,6 +14,7 @@ from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, for
 from flopcalc.base.files import read_path
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.hardware.devices import parse_dtype
+from flopcalc.hardware.routing import Routing, parse_routing
 from flopcalc.monitor.keys import STYLES
 
 MODES = ("smart", "profiler", "estimate", "hybrid")
@@ -51,6 +52,7 @@ class Settings(Value):
     key_style: str = "flopcalc"
     device: str | None = None
     dtype: str | None = None
+    routing: Routing | None = None  # of experts, for HFU; None: even
     # Of one device: one peak for all products, or one per number format.
     peak_flops_per_s: float | dict[str, float] | None = None
     skip_first: int = 2  # steps that no average holds
@@ -136,7 +138,7 @@ _FIELDS: dict[str, str] = {
         f"monitoring.{name}": name
         for name in (
             "detail_every", "save_every", "dataset_metrics_every", "sinks", "key_style", "device", "dtype",
-            "peak_flops_per_s", "skip_first", "stall_factor", "straggler_factor",
+            "routing", "peak_flops_per_s", "skip_first", "stall_factor", "straggler_factor",
         )
     },
     **{f"smart_mode.{name}": name for name in ("initial_profiling", "calibration_enabled", "recalibration_frequency")},
@@ -261,6 +263,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "phase_frequencies": _phases,
     "sinks": _sinks,
     "dtype": parse_dtype,
+    "routing": parse_routing,
     "skip_first": _whole(0),
     "peak_flops_per_s": _peaks,
     "side_timeout_s": _above(0),

@@ -242,6 +242,18 @@ class TrainingMonitor(PassCalls):
         self._digester.add(DatasetMetrics(found))
 
     @guarded
+    def record_routing(self, path: str | os.PathLike[str]) -> None:
+        """Write to a JSON file how many rows each expert gets in the next training pass; `routing` reads it.
+
+        Rank 0 writes. Nothing waits for the device: counts stay there until a thread of their own reads them.
+        """
+        file, live = check_path(path, "path"), self._trained.live
+        if find_rank()[0] == 0:
+            from flopcalc.monitor.routing import record_routing  # which imports torch
+
+            self._hooks += record_routing(live, file, self.say)
+
+    @guarded
     def set_phase(self, name: TrainingPhase) -> None:
         """warmup, main or finetune: how often modes measure from now on."""
         self._frequency = self.settings.frequency(name)

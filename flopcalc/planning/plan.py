@@ -13,6 +13,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.workload.workload import Workload
+from flopcalc.hardware.routing import EVEN
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, PlannedLayout
 from flopcalc.planning.search import search_layouts
@@ -55,6 +56,8 @@ def plan_setup(setup: Setup) -> Plan:
     if gpus > MOST_GPUS:
         raise WorkloadError(f"{spell('gpus')} must be at most {MOST_GPUS:,}, not {gpus:,}")
     expert_imbalance = _check_imbalance(setup.get("expert_imbalance", 1.0))
+    if expert_imbalance != 1 and setup.get("routing", EVEN) != EVEN:
+        raise WorkloadError(f"{spell('routing')} says how busy each rank is: leave {spell('expert_imbalance')} out")
     overlap = check_word(setup.get("overlap", "all"), tuple(OVERLAPS), "overlap", WorkloadError)
     notes: list[str] = []
     estimator, sample, global_batch = _find_sample(setup, notes)
@@ -215,8 +218,11 @@ def _find_sample(setup: Setup, notes: list[str]) -> tuple[Estimator, Workload, A
 def _bind(setup: Setup) -> Estimator:
     model = setup.model.model
     if isinstance(model, Estimator):
-        if setup.formats != FormatOptions() or setup.recipe is not None or setup.model != ModelChoice(model):
-            raise WorkloadError("an Estimator already has its recipe, formats, type and head: do not give them again")
+        is_given = setup.recipe is not None or setup.get("routing") is not None
+        if is_given or setup.formats != FormatOptions() or setup.model != ModelChoice(model):
+            raise WorkloadError(
+                "an Estimator already has its recipe, formats, routing, type and head: do not give them again"
+            )
         estimator: Estimator = model
     else:
         estimator = bind_setup(setup.replace(place=setup.place.replace(device=None), attention_kernel="auto"))

@@ -152,6 +152,7 @@ class Plan(NamedTuple):
     execution: Execution = "fused"
     optimizer: Optimizer = "adamw-master"
     helps: str = ""  # what would shorten the best layout's step most, and by how much
+    routing: str | None = None  # of a model with experts
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -161,6 +162,7 @@ class Plan(NamedTuple):
             "dtype": self.dtype,
             "execution": self.execution,
             "optimizer": self.optimizer,
+            "routing": self.routing,
             "gpus": self.gpus,
             "memory_capacity_bytes": find_usable(self.device, self.gpus),
             "interconnect": {"id": self.interconnect.id, "source": self.interconnect.source},

@@ -14,6 +14,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.hardware.routing import EVEN
 from flopcalc.planning.coverage import describe_coverage
 from flopcalc.planning.cut import is_lifting
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
@@ -122,7 +123,7 @@ def search_layouts(
         global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
         rate, _name_evidence(runner), tuple(said),
         FrozenRows(Point(step.seconds, peak, layout) for layout, step, peak in ranked), execution, optimizer,
-        _find_help(best[0], losers),
+        _find_help(best[0], losers), estimator.routing and str(estimator.routing),
     )  # fmt: skip
 
 
@@ -354,7 +355,7 @@ def _list_assumed(runner: LayoutTimer) -> list[str]:
         assumed[0] += " but at experts"
     assumed.append("gradients reduced while backward runs" if runner.overlaps.gradients else "no communication hidden")
     if has_experts and runner.expert_imbalance == 1:
-        assumed.append("experts loaded evenly")
+        assumed.append(f"routing {runner.routing or EVEN}")
     elif has_experts:
         busy = f"the busiest rank's experts with {runner.expert_imbalance:g} times the mean's rows"
         even = "" if runner.execution == "fused" else " (in time; memory as if loaded evenly)"

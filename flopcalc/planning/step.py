@@ -106,7 +106,8 @@ class LayoutTimer:
         overlaps: Overlaps = Overlaps(),  # noqa: B008
         expert_imbalance: float = 1.0,
     ) -> None:
-        self.expert_imbalance = expert_imbalance  # rows of the busiest rank over the mean; what experts wait for
+        self.expert_imbalance = expert_imbalance  # rows of the busiest rank over the mean; 1: as routing says
+        self.routing = estimator.routing
         self.net, self.global_batch, self.execution = net, global_batch, execution
         self.optimizer, self.overlaps = optimizer, overlaps
         self.machine = Machine(device, dtype)
@@ -188,6 +189,8 @@ class LayoutTimer:
 
     def _find_imbalance(self, layout: Layout) -> float:
         """Rows of the busiest device's experts over the mean; no device has more than all."""
+        if self.routing is not None and self.expert_imbalance == 1:
+            return min(self.routing.find_busiest(self.model.experts, layout.ep), layout.ep)
         return min(self.expert_imbalance, layout.ep)
 
     def _make_tensors(self, micro_batch: int, recompute: LayoutRecompute, imbalance: float) -> Tensors:
@@ -240,7 +243,7 @@ class LayoutTimer:
         return self.global_batch // (layout.dp * layout.micro_batch)
 
     def _cut_work(self, cut: Layout) -> Work:
-        return cut_work(self.work(cut.micro_batch, cut.recompute), cut, self.expert_imbalance)
+        return cut_work(self.work(cut.micro_batch, cut.recompute), cut, self._find_imbalance(cut))
 
     def _time_shares(self, cut: Layout) -> DeviceTime:
         """One micro-batch of the whole model."""

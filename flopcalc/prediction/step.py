@@ -94,6 +94,7 @@ class Prediction(NamedTuple):
     generate: dict[str, float] | None = None
     gpus: int = 1  # that run such a step each; tokens per second are of all of them
     global_batch: int = 0  # sequences of a step, on all GPUs
+    routing: str | None = None  # of a model with experts
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -103,6 +104,7 @@ class Prediction(NamedTuple):
             "dtype": self.dtype,
             "step_time_s": self.step_time_s._asdict(),
             "execution": self.execution,
+            "routing": self.routing,
             "bound": self.bound,
             "device_s": self.device_s,
             "host_s": self.host_s,
@@ -311,6 +313,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
     events = tuple(clock.list_events(*pace)) if settings.has_events else ()
     share: dict[str, Any] = {"device": machine.device.id}
     whole = seconds.mid + settings.pause_s
+    routing = estimate.terms[0].estimator.routing
     return Prediction(
         seconds,
         bound,
@@ -332,6 +335,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         workload=estimate.describe(),
         events=events,
         global_batch=estimate.global_batch,
+        routing=routing and str(routing),
     )
 
 

@@ -20,6 +20,7 @@ from flopcalc.setup.setup import BESIDE, Setup, make_setup
 
 _FILE = re.compile(r"(?:[\w.-]+/)?[\w.-]+\.json", re.ASCII)
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.json)", re.ASCII)  # of a preset; nothing else of this machine is read
+_ROUTING = re.compile(r"(?:even|spread:.*|[\d\s,]*)", re.ASCII)  # no file: those of this machine are not read
 _MOST_FILES = 40
 _MOST_BOUND = 8
 # What needs this machine, or says again what another field says.
@@ -101,6 +102,8 @@ def _read_value(name: str, value: object) -> Any:
         wanted, is_right = "true or false", isinstance(value, bool)
     else:
         wanted, is_right = "a text", isinstance(value, str)
+    if name == "routing" and isinstance(value, str) and not _ROUTING.fullmatch(value.strip()):
+        wanted, is_right = "even, spread:S or rows per expert (N,N,…)", False
     if not is_right:
         raise FlopcalcError(f"{name} is {wanted}, not {format_value(value)}")
     if isinstance(value, list):

@@ -39,11 +39,14 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import decode_steps
+from even_routers import deal_evenly
 from expert_steps import find_routes
 from predict_error import calibrated_here
 
+from flopcalc import bind
+from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.hardware.tiles import DIRECTIONS
-from flopcalc.measure.predictor.fit.cases import ModelledCase, model_cases
+from flopcalc.measure.predictor.fit.cases import ModelledCase, find_random, model_cases
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 from flopcalc.prediction.kernels.constants import FOLLOWS
 from lab.blind.rounds import NUMBERS, Adapter, Model, Step, load_round
@@ -120,10 +123,10 @@ def predict_step(
     """What `flopcalc predict` says of one step; a small one has the probe's pause behind it."""
     from flopcalc import predict
 
-    options: Json = {}
+    options: Json = {"routing": find_random(get_config(case["model"]))}
     if model.adapter is not None:
-        options = {"lora": {"r": model.adapter.rank, "targets": list(model.adapter.targets)},
-                   "autocast": model.adapter.is_autocast}  # fmt: skip
+        options |= {"lora": {"r": model.adapter.rank, "targets": list(model.adapter.targets)},
+                    "autocast": model.adapter.is_autocast}  # fmt: skip
     images = [grid for _ in range(step.batch) for grid in case["grids"]] or None
     return predict(
         get_config(case["model"]), device="h200", batch_size=step.batch, seq_len=step.seq, image_grid_thw=images,
@@ -133,76 +136,29 @@ def predict_step(
     )  # fmt: skip
 
 
-def count_executed(name: str) -> int:
-    """FLOPs of a counted step under `--convention hardware --device h200`."""
-    from flopcalc import bind
+def bind_counted(name: str, routing: object) -> Estimator:
+    """A counted step's model under `--convention hardware --device h200`; `routing` is for models with experts."""
+    config = ROUND.get_counted_config(name)
+    return bind(
+        config, convention="hardware", device="h200", attention_kernel="auto",
+        routing=routing if find_random(config) is not None else None,
+    )  # fmt: skip
 
+
+def count_executed(name: str, routing: object = "even") -> int:
+    """FLOPs of a counted step, whose router deals evenly or gave experts these rows."""
     _, _, batch, seq, grids = ROUND.executed[name]
-    estimator = bind(ROUND.get_counted_config(name), convention="hardware", device="h200", attention_kernel="auto")
     images = [grid for _ in range(batch) for grid in grids] or None
-    return int(estimator(batch, seq, image_grid_thw=images).total)
+    return int(bind_counted(name, routing)(batch, seq, image_grid_thw=images).total)
 
 
-def list_experts(name: str) -> list[tuple[int, int, int, int]]:
-    """Experts, rows in all, outputs and inputs of each grouped product of a counted step, layer by layer."""
-    from flopcalc import bind
-    from flopcalc.core.model.ops import iterate
-
-    _, _, batch, seq, _ = ROUND.executed[name]
-    layers = [
-        chain for stage in bind(ROUND.get_counted_config(name)).stages for chain in stage.layers if stage.repeated
-    ]
-    ops = [op for chain in layers for op in iterate(chain) if op.kind == "linear" and op.copies > 1]
-    return [(op.copies, batch * seq * op.active, op.n_out, op.n_in) for op in ops]
-
-
-def count_routed(name: str) -> int:
-    """FLOPs of a counted step's experts, of all that count_executed counts: what is expected of a router."""
-    from flopcalc import bind
+def count_experts(name: str, routing: object = "even") -> int:
+    """FLOPs of a counted step's experts, of all that count_executed counts."""
     from flopcalc.core.workload.workload import Workload
 
     _, _, batch, seq, _ = ROUND.executed[name]
-    if not list_experts(name):
-        return 0
-    estimator = bind(ROUND.get_counted_config(name), convention="hardware", device="h200", attention_kernel="auto")
-    rows = [each for each in estimator.rows(Workload(batch, seq), "hardware") if each.row.op.copies > 1]
-    return sum(each.flops.total * each.block.copies for each in rows)
-
-
-def count_dealt(name: str, rows: list[list[int]]) -> int:
-    """The same where it is known how many rows each expert of each layer gets."""
-    from flopcalc.hardware import tiles
-
-    products = list_experts(name)
-    each = len(products) // len(rows)  # products of a layer
-    return sum(sum(tiles.count_dealt(rows[i // each], n, k).values()) for i, (_, _, n, k) in enumerate(products))
-
-
-def find_spreads(name: str) -> list[float]:
-    """Standard deviation of the rows of an expert over their mean, layer by layer, as routing.py expects it."""
-    from flopcalc import bind
-    from flopcalc.core.estimate.routing import describe, list_deals
-
-    _, _, batch, seq, _ = ROUND.executed[name]
-    estimator = bind(ROUND.get_counted_config(name))
-    model = describe(estimator.source.config, estimator.stages)
-    if model is None:
-        return [0.4] * (len(list_experts(name)) // 2)
-    return [deal.spread for deal in list_deals(model, (seq,) * batch) if deal is not None]
-
-
-def find_draw(name: str) -> float:
-    """By how much of itself a step's count differs from one random router to the next: one standard deviation."""
-    products = list_experts(name)
-    if not products:
-        return 0.0
-    draw, found = random.Random(3), []
-    copies, m, *_ = products[0]
-    mean = m / copies
-    for _ in range(60):
-        rows = [[max(0.0, draw.gauss(mean, spread * mean)) for _ in range(copies)] for spread in find_spreads(name)]
-        found.append(count_dealt(name, [[round(each * m / sum(layer)) for each in layer] for layer in rows]))
-    return statistics.pstdev(found) / count_executed(name)
+    rows = bind_counted(name, routing).rows(Workload(batch, seq), "hardware")
+    return sum(each.flops.total * each.block.copies for each in rows if each.row.op.copies > 1)
 
 
 def predict_graph(preset: str, layers: int) -> float:
@@ -241,8 +197,7 @@ def write_predictions(out: Path) -> None:
     kept = {
         "commit": find_commit(), "date": _tell_date(), "transformers": VERSION, "probe_s": probe_s, "steps": steps,
         "executed_flops": {name: count_executed(name) for name in ROUND.executed},
-        "experts_flops": {name: count_routed(name) for name in ROUND.executed},
-        "draw": {name: round(find_draw(name), 5) for name in ROUND.executed}, "follows": FOLLOWS,
+        "experts_flops": {name: count_experts(name) for name in ROUND.executed}, "follows": FOLLOWS,
         "graph_s": {preset: predict_graph(preset, layers) for preset, layers in ROUND.decoded},
     }  # fmt: skip
     out.write_text(json.dumps(kept, indent=1) + "\n")
@@ -447,6 +402,8 @@ def measure_executed(out: Path, limits: Limits) -> None:
         def run(name: str = name, batch: int = batch, seq: int = seq, grids: Any = grids) -> Json:
             case = make_case(name, "train", batch, seq, grids)
             step = runner.make_step(case)
+            if find_random(runner.config) is not None:
+                deal_evenly(runner.model)
             runner.optimizer.step = lambda: None  # products alone
             step()
             runner.bench.synchronize()
@@ -605,9 +562,9 @@ def report_executed(measured: Path, predicted: Path) -> str:
         line = [case["name"], f"{executed / 1e12:.3f} T", f"{counted / 1e12:.3f} T",
                 f"{100 * (counted / executed - 1):+.2f} %"]  # fmt: skip
         if has_rows:
-            draw, rows = said["draw"][case["name"]], case["rows_per_expert"]
+            draw, rows = said.get("draw", {}).get(case["name"]), case["rows_per_expert"]
             if rows:
-                counted += count_dealt(case["name"], rows) - said["experts_flops"][case["name"]]
+                counted += count_experts(case["name"], rows) - said["experts_flops"][case["name"]]
             line += [f"± {100 * draw:.2f} %" if draw else "", f"{100 * (counted / executed - 1):+.2f} %"]
         lines.append(line)
     head = ["step", "executed", "predicted", "error", *(("draw", "error with the router's rows") if has_rows else ())]

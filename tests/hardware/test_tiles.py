@@ -14,14 +14,13 @@ from places import ROOT
 
 from flopcalc import bind
 from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
+from flopcalc.hardware.routing import Routing
 from flopcalc.hardware.tables import find_table, load_table
 from flopcalc.hardware.tiles import (
     GRADIENTS,
     count_attention_pairs,
-    count_dealt,
     count_experts_excess,
     count_product_excess,
-    count_steps,
     pad,
 )
 
@@ -73,12 +72,18 @@ def test_a_kernel_executes_whole_clusters_of_tiles(choices: dict[str, Any]) -> N
     assert seen == 114
 
 
+def count_experts(rows: list[int], n: int, k: int) -> dict[str, int]:
+    """Executed FLOPs of a grouped product, by the rows of each expert."""
+    excess = count_experts_excess(len(rows), sum(rows), n, k, Routing(None, (tuple(rows),)))
+    return {direction: 2 * sum(rows) * n * k + flops for direction, flops in excess.items()}
+
+
 def test_experts_execute_whole_tiles(choices: dict[str, Any]) -> None:
     """150 grouped products: tiles of 128 up to 128 rows an expert, of 256 beyond and for a weight's gradient."""
     assert len(choices["experts"]) == 150
     for (rows, n, k, direction), executed in choices["experts"]:
-        assert executed == count_dealt(rows, n, k)[direction]
-    assert count_dealt([100, 0, 300], 512, 300) == {
+        assert executed == count_experts(rows, n, k)[direction]
+    assert count_experts([100, 0, 300], 512, 300) == {
         "forward": 2 * 768 * 512 * 320, "dgrad": 2 * 768 * 512 * 512, "wgrad": 2 * 448 * 512 * 512,
     }  # fmt: skip
 
@@ -192,7 +197,7 @@ def test_products_over_odd_rows_are_right_on_average() -> None:
 
 def test_experts_pad_what_was_counted() -> None:
     """1,024 rows an expert: 128 more on the way forward, 32 more as the depth of a weight's gradient."""
-    found = count_experts_excess(8, 8192, 8192, 2048)
+    found = count_experts_excess(8, 8192, 8192, 2048, Routing(0.4))
     need = 2 * 8192 * 8192 * 2048
     assert {name: round(flops / need, 3) for name, flops in found.items()} == {
         "forward": 0.127, "dgrad": 0.127, "wgrad": 0.031,
@@ -205,11 +210,6 @@ def test_experts_pad_what_was_counted() -> None:
         assert statistics.fmean(seen) == pytest.approx(excess, abs=0.01)
 
 
-@pytest.mark.parametrize(("mean", "size", "steps"), [(0.001, 128, 0.001), (1e5, 128, 1e5 / 128 + 0.5)])
-def test_steps_of_few_and_of_many_rows(mean: float, size: int, steps: float) -> None:
-    assert count_steps(mean, size) == pytest.approx(steps, rel=1e-2)
-
-
 def test_only_devices_with_these_kernels_are_modelled() -> None:
     odd = {"convention": "hardware", "device": "a100"}
     notes = bind("llama-3.2-1b", **odd)(1, 700).notes
@@ -220,7 +220,12 @@ def test_only_devices_with_these_kernels_are_modelled() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("name", "page"), [("executed_steps", "docs/calibration.md"), ("host_steps", "lab/blind/README.md")]
+    ("name", "page"),
+    [
+        ("executed_steps", "docs/calibration.md"),
+        ("even_routers", "docs/calibration.md"),
+        ("host_steps", "lab/blind/README.md"),
+    ],
 )
 def test_pages_have_what_was_measured(name: str, page: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")

@@ -32,7 +32,7 @@ from headers import HEADER, write_gguf
 
 from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.cli import main
-from flopcalc.prediction.constants import load_predictor
+from flopcalc.prediction.kernels.constants import load_predictor
 from flopcalc.web.answers import answer
 
 ROOT = Path(__file__).resolve().parents[2]

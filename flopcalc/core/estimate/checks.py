@@ -197,7 +197,7 @@ def check_routing(model: BoundModel, routing: Routing) -> None:
     """A routing belongs to models with experts; rows are those of its layers and of each layer's experts."""
     routed = list_routed(model.stages)
     if not routed:
-        raise WorkloadError(f"{model.name} has no experts: leave {spell('routing')} out")
+        raise WorkloadError(f"{model.name} has no experts that a router chooses: leave {spell('routing')} out")
     if len(routing.rows) not in (0, 1, len(routed)):
         raise WorkloadError(
             f"{spell('routing')} has rows for {len(routing.rows)} layers; {model.name} has {len(routed)} with experts: "

@@ -332,6 +332,7 @@ class Estimate(Value):
             "recipe": estimator.recipe.to_dict(),
             "convention": self.convention,
             "attention_kernel": self.attention_kernel,
+            "routing": estimator.routing and str(estimator.routing),
             "flops": {
                 "forward": self.forward,
                 "backward": self.backward,
@@ -471,6 +472,8 @@ class Estimate(Value):
             pieces.append(f"recompute {recipe.recompute}")
         if recipe.clipping != "none":
             pieces.append(f"clipping {recipe.clipping}")
+        if estimator.routing is not None:
+            pieces.append(f"routing {estimator.routing}")
         return ", ".join(pieces)
 
     def _repr_html_(self) -> str:

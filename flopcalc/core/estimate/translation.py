@@ -54,6 +54,7 @@ class Translation(NamedTuple):
     peak_flops_per_s: float | None
     rows: tuple[TranslatedRow, ...]
     notes: tuple[str, ...]
+    routing: str | None = None  # of a model with experts
 
     @property
     def fits(self) -> list[str]:
@@ -76,6 +77,7 @@ class Translation(NamedTuple):
             "version": __version__,
             "model": self.model,
             "work": self.work,
+            "routing": self.routing,
             "quoted_convention": self.quoted,
             "is_fit": self.is_fit,
             "fits": self.fits,
@@ -133,10 +135,10 @@ def translate_estimate(
         rows.sort(key=lambda row: (round(abs(row.difference or 0.0) / _STEP), -known[row.name].published_rows))
     best = rows[0].name if is_fit and rows[0].fits else quoted
     notes = [*_describe(rows, is_fit, best), *missing, *said]
-    kind = str(dtype)
+    kind, estimator = str(dtype), estimate.terms[0].estimator
     return Translation(
-        estimate.terms[0].estimator.source.name, estimate.describe(), best, is_fit, pace, gpus, name, kind, rate,
-        tuple(rows), tuple(notes),
+        estimator.source.name, estimate.describe(), best, is_fit, pace, gpus, name, kind, rate,
+        tuple(rows), tuple(notes), estimator.routing and str(estimator.routing),
     )  # fmt: skip
 
 

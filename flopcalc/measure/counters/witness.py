@@ -23,6 +23,7 @@ from flopcalc.core.model.ops import Linear
 from flopcalc.core.recipe.recipe import REGEX, Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_detected
+from flopcalc.hardware.routing import RANDOM
 from flopcalc.measure.counters.witnessed import PHASES, WitnessCount, ready_step, synchronize, unavailable
 
 WITNESSES = ("flop_counter", "fvcore", "profiler", "cupti", "ncu", "gpm")
@@ -311,8 +312,13 @@ class _ExpectedCounts:
         self._counters = (estimate.total, name)
         self._forward = (estimate.forward, "full, forward")
         if kernel != "eager":
-            fused = bind(source, recipe=recipe, convention="hardware", attention_kernel=kernel, device=device)
+            # Weights are random, so routers are uneven.
+            routing = None if eager.routing is None else RANDOM
+            fused = bind(
+                source, recipe=recipe, convention="hardware", attention_kernel=kernel, device=device, routing=routing
+            )
             estimate = fused.estimate(load)
+            kernel += "" if routing is None else f", routing {routing}"
         self._hardware = (estimate.total, f"hardware, {kernel}")
 
     def of(self, witness: str) -> tuple[int, str]:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from flopcalc.base.errors import DeviceError, SpecError
 from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, CallMask, PassDirection, ProductDirection
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
-from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.routing import EVEN, Routing
+from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import pad
 from flopcalc.prediction.kernels.constants import Constants, load_predictor
 from flopcalc.prediction.operator_kinds import find_size, name_shape
@@ -139,8 +139,9 @@ def time_experts(
     sizes = {"forward": (rows, n, k), "dgrad": (rows, k, n), "wgrad": (n, k, rows)}[direction]
     computed = math.inf
     for high, wide in TILES:  # calls of several streams fill each other's waves
-        high_tiles = copies * -(-n // high) if direction == "wgrad" else routing.count_steps(copies, max(copies, m), high)
-        tiles = high_tiles * -(-sizes[1] // wide)
+        is_deep = direction == "wgrad"  # rows are the depth
+        filled = copies * -(-n // high) if is_deep else routing.count_steps(copies, max(copies, m), high)
+        tiles = filled * -(-sizes[1] // wide)
         each = high * wide * 2 * (sizes[2] + shape.lead) / shape.find_share(high * wide)
         computed = min(computed, max(1.0, tiles / shape.units) * each * shape.units / shape.rate)
     moved = (GRADIENT_BYTES if direction == "wgrad" else weight_bytes) * copies * n * k
@@ -361,9 +362,7 @@ class Machine:
             error = self._find_error("product") * (2 if self.is_measured else 1)
             # Far below what the device computes or moves: as slow on every device.
             return KernelTime(start + per_flop * product.flops / product.calls, error, self.is_measured)
-        return self.find_product(
-            product.direction, product.m, product.n, product.k, product.copies, product.routing
-        )
+        return self.find_product(product.direction, product.m, product.n, product.k, product.copies, product.routing)
 
     def _time_narrow(self, product: Product) -> KernelTime | None:
         """An adapter's product in another format, by its form or by its bytes; None where no such was measured."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload, make_workload
-from flopcalc.hardware.routing import Routing
+from flopcalc.hardware.routing import RANDOM, Routing
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import Clock
 from flopcalc.prediction.kernels.constants import CompiledConstants, Constants, HostConstants
@@ -18,7 +18,6 @@ from flopcalc.prediction.moe_versions import RECORDED
 from flopcalc.prediction.work import Work
 
 Json = dict[str, Any]
-RANDOM = Routing(0.4)  # about what routers with HF's random weights do, in what was measured
 
 
 class ModelledCase(NamedTuple):
@@ -45,12 +44,15 @@ def model_cases(
 
 
 def bind_case(case: Json, config: Json, device: str) -> Estimator:
-    given: Json = {
-        "recipe": {"recompute": case["recompute"]}, "convention": "hardware", "device": device,
-        "attention_kernel": _find_kernel(case) or "auto",
-    }  # fmt: skip
-    estimator = bind_config(config, **given)
-    return estimator if estimator.routing is None else bind_config(config, **given, routing=RANDOM)
+    return bind_config(
+        config, recipe={"recompute": case["recompute"]}, convention="hardware", device=device,
+        attention_kernel=_find_kernel(case) or "auto", routing=find_random(config),
+    )  # fmt: skip
+
+
+def find_random(config: Json) -> Routing | None:
+    """The routing of a model with HF's random weights; None for a model without experts."""
+    return RANDOM if bind_config(config).routing is not None else None
 
 
 def model_case(case: Json, estimator: Estimator, transformers: str = RECORDED) -> ModelledCase:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from flopcalc.base.errors import CalibrationError
+from flopcalc.hardware.routing import RANDOM
 from flopcalc.hardware.tiles import DIRECTIONS
-from flopcalc.measure.predictor.fit.cases import RANDOM, Json, ModelledCase
+from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,
     GROUPED_PULL,

@@ -9,6 +9,7 @@ import pytest
 from fitted import BF16, MIXTRAL, model, profile
 
 from flopcalc.base.errors import CalibrationError
+from flopcalc.hardware.routing import RANDOM
 from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.points import ProductPoint, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import ProductTable, fit_grouped, fit_patches, fit_products
@@ -90,7 +91,7 @@ def _profile_experts(shape: GroupShape, batch: int, seq: int, **changed: Any) ->
                 "dgrad": [[m, n], [copies, n, k], [copies]],
                 "wgrad": [[n, m], [m, k], [copies]],
             }
-            us = 2e6 * time_grouped(shape, 132.0, each.direction, copies, m, n, k)
+            us = 2e6 * time_grouped(shape, 132.0, each.direction, copies, m, n, k, RANDOM)
             is_backward = each.direction != "forward"
             rows.append(["aten::_grouped_mm", is_backward, str(shapes[each.direction]), "", 2, 4, us, "cutlass"])
     return plain._replace(case={**plain.case, "operators": rows})
@@ -105,7 +106,7 @@ def test_grouped_products_find_their_constants(shape: GroupShape) -> None:
     found = fit_grouped(points, ProductShape())
     assert list(found) == ["forward", "dgrad", "wgrad"]
     for point in points:
-        seconds = time_grouped(GroupShape(*found[point.direction]), 132.0, *point[:5])
+        seconds = time_grouped(GroupShape(*found[point.direction]), 132.0, *point[:5], RANDOM)
         assert seconds == pytest.approx(point.seconds, rel=0.1)
 
 
@@ -139,7 +140,7 @@ def test_experts_find_what_single_calls_were_made_of(shape: GroupShape) -> None:
     row = list_rows("quick")["calls/experts"]
     calls = [
         {"direction": way, "copies": copies, "m": mean * copies, "n": n, "k": k,
-         "seconds": time_grouped(shape, 132.0, way, copies, mean * copies, n, k)}
+         "seconds": time_grouped(shape, 132.0, way, copies, mean * copies, n, k, RANDOM)}
         for copies, n, k in row["experts"]
         for mean in row["rows"]
         for way in ("forward", "dgrad", "wgrad")
