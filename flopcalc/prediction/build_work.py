@@ -17,7 +17,7 @@ from flopcalc.prediction.fused_kernels import list_fused
 from flopcalc.prediction.moe_versions import USUAL
 from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.rows import find_owed, name_module
-from flopcalc.prediction.tensor_parallel import TensorSplit, list_wide
+from flopcalc.prediction.tensor_parallel import TensorSplit, find_sides, list_wide
 from flopcalc.prediction.timeline import Stack
 from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Width, Work
 
