@@ -234,8 +234,8 @@ class _Maker:
                 self._add(block, op, m, product.n_out, product.n_in, 1, product, TensorSplit())
 
     def _add(
-        self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: TensorSplit,
-        more: tuple[str, ...] = (),
+        self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: CountedProduct,
+        sided: TensorSplit, more: tuple[str, ...] = (),
     ) -> tuple[Product, ...]:  # fmt: skip
         calls = block.copies * self.steps
         module, is_conv = name_module(block, op), op.kind == "conv" and block.group == "vision"

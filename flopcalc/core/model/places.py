@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Pointwise, iterate, map_ops
 from flopcalc.core.spec.spec import Gate, Split
 
-_APART = ("router", "modulation")  # parts whose products make nothing that another product sums up
+_APART = ("router", "modulation", "projector")  # parts whose products make nothing that another product sums up
 _SCANNED = ("ssm", "attention_projections")  # parts whose products of activations mix tokens
 _ANY = "any"  # part of what attention or a scan made
 _Items = list["Op | tuple[Chain, ...]"]
