@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Pointwise, Stage, iterate
+from flopcalc.core.model.ops import Attend, Linear, Norm, Op, Pointwise, Stage, iterate
 from flopcalc.core.spec.spec import Gate, Split
 
 __all__ = ["Difference", "compare", "write_key"]
+
+_SHARED = re.compile(r"\bshared?_(expert|mlp)")  # what models call their shared experts
 
 
 class Difference(NamedTuple):
@@ -48,11 +50,12 @@ def _infer(ops: Sequence[Op], place: int, width: int, has_experts: bool) -> Iter
         if said in ("keys", "fused") and split == "column" and (heads is None or heads.kv_heads == heads.heads):
             said = "column"  # keys are cut as finely as queries
         yield "split", said, split
-        yield "shared", str(op.is_shared), str(has_experts and "shared" in op.name)
+        if has_experts:
+            yield "shared", str(op.is_shared), str(bool(_SHARED.search(op.name)))
     elif isinstance(op, Norm):
         yield "over", str(op.over or op.size), str(infer_over(ops, place, width))
     elif isinstance(op, Pointwise):
-        yield "gate", op.gate or "none", infer_gate(ops, place)
+        yield "gate", op.gate or "plain", infer_gate(ops, place)
 
 
 def infer_split(ops: Sequence[Op], place: int, width: int) -> Split:
@@ -95,5 +98,26 @@ def infer_gate(ops: Sequence[Op], place: int) -> Gate:
     before = [op.n_out for op in ops[:place] if isinstance(op, Linear)]
     after = next((op.n_in for op in ops[place:] if isinstance(op, Linear)), None)
     if not before or after is None:
-        return "none"
-    return "fused" if before[-1] == 2 * after else "pair" if before[-2:] == [after, after] else "none"
+        return "plain"
+    return "fused" if before[-1] == 2 * after else "pair" if before[-2:] == [after, after] else "plain"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"|#[^\n]*')
+
+
+def write_key(path: Path, op: str, name: str, key: str, value: str) -> int:
+    """Write a key into every op of a kind and name that a spec's own text holds; how many there were."""
+    text = path.read_text(encoding="utf-8")
+    # Braces inside strings and comments are no tables.
+    bare = _STRING.sub(lambda found: "_" * len(found[0]), text)
+    places = []
+    for found in re.finditer(r"\{[^{}]*\}", bare):
+        table = text[found.start() : found.end()]
+        own = re.search(r'\bname = "([^"]*)"', table)
+        if f'op = "{op}"' in table and (own[1] if own else "") == name and f"{key} = " not in table:
+            places.append(len(table[:-1].rstrip()) + found.start())
+    for place in reversed(places):
+        text = f"{text[:place]}, {key} = {value}{text[place:]}"
+    path.write_text(text, encoding="utf-8")
+    return len(places)

@@ -18,7 +18,7 @@ from flopcalc.prediction.fused_kernels import list_fused
 from flopcalc.prediction.moe_versions import USUAL
 from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.rows import find_owed, name_module
-from flopcalc.prediction.tensor_parallel import TensorSplit, list_wide
+from flopcalc.prediction.tensor_parallel import TensorSplit, find_sides, list_wide
 from flopcalc.prediction.timeline import Stack
 from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Width, Work
 
@@ -236,8 +236,8 @@ class _Maker:
                 self._add(block, op, m, product.n_out, product.n_in, 1, product, TensorSplit())
 
     def _add(
-        self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: TensorSplit,
-        more: tuple[ProductDirection, ...] = (),
+        self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: CountedProduct,
+        sided: TensorSplit, more: tuple[ProductDirection, ...] = (),
     ) -> tuple[Product, ...]:  # fmt: skip
         routing = self.find_routing(block) if op.active < copies else EVEN
         calls = block.copies * self.steps

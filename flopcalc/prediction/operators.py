@@ -514,5 +514,5 @@ class _Reader:
             first = next((op for op in iterate(chain) if op.size or op.n_in), None)
             if first is not None:
                 rows = first.rows.count(self.load, "full") * first.times
-                key = (f"{path}.*", group, rows * self.widths[path] * self.dtype_bytes, False)
+                key = (f"{path}.*", group, rows * (first.size or first.n_in) * self.dtype_bytes, False)
                 self.saved[key] = self.saved.get(key, 0) + count

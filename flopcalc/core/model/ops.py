@@ -282,7 +282,7 @@ class Pointwise(Op):
 
     kind: ClassVar[str] = "pointwise"
 
-    gate: Gate | None = None  # None: not settled, which counts as none
+    gate: Gate | None = None  # None: not settled, which counts as plain
 
 
 @frozen(kw_only=True)

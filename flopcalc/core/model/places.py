@@ -1,37 +1,47 @@
 """What an op's place in its layer says of it where its spec does not: its split, its gate, what a norm runs over.
 
-These are the defaults that docs/specs.md promises. They read the order of ops, their kinds and parts, never their sizes.
+These are the defaults that docs/specs.md promises. They read the order of ops, their kinds and parts,
+never their sizes.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Pointwise, iterate, map_ops
 from flopcalc.core.spec.spec import Gate, Split
 
-# Parts in which a product after attention, a scan or an activation function adds to the residual stream.
-_ADDING = ("attention_projections", "mlp", "ssm", "vision", "audio", "other")
+_APART = ("router", "modulation", "projector")  # parts whose products make nothing that another product sums up
+_SCANNED = ("ssm", "attention_projections")  # parts whose products of activations mix tokens
+_ANY = "any"  # part of what attention or a scan made
 _Items = list["Op | tuple[Chain, ...]"]
+
+
+class _Flow(NamedTuple):
+    """What a tensor on its way through a layer has passed since the residual stream."""
+
+    part: str = ""  # of the last product, if none has summed up what it made
+    is_mixed: bool = False  # attention, a scan or an activation function came after it
 
 
 def settle(chain: Chain) -> Chain:
     """The chain of a layer, whose ops say how they are split, gated and normed."""
-    return _settle(chain, False)[0]
+    return _settle(chain, _Flow())[0]
 
 
-def _settle(chain: Chain, is_mixed: bool) -> tuple[Chain, bool]:
-    """The chain, and whether what leaves it was mixed and not multiplied since; `is_mixed`: the same of what enters."""
+def _settle(chain: Chain, flow: _Flow) -> tuple[Chain, _Flow]:
     made: _Items = []
     for item in chain:
         if not isinstance(item, Op):
-            settled = [_settle(branch, is_mixed) for branch in item]
+            settled = [_settle(branch, flow) for branch in item]
             made.append(tuple(branch for branch, _ in settled))
-            is_mixed = any(mixed for _, mixed in settled)
+            flow = next((own for _, own in settled if own.part), _Flow())
             continue
         if isinstance(item, Linear):
-            usual: Split | None = "whole" if item.part == "router" else None
-            usual = "row" if is_mixed and item.part in _ADDING else usual
+            is_row = flow.is_mixed and flow.part in (_ANY, item.part)
+            usual: Split | None = "whole" if item.part == "router" else "row" if is_row else None
             item = item.replace(split=usual) if item.split is None and usual else item
-            is_mixed = False
+            flow = _Flow("" if item.split == "row" or item.part in _APART else item.part)
         elif isinstance(item, Norm) and not item.over:
             before = made[-1] if made else None
             if isinstance(before, Linear) and before.split != "row" and before.copies == 1:
@@ -41,17 +51,19 @@ def _settle(chain: Chain, is_mixed: bool) -> tuple[Chain, bool]:
         elif isinstance(item, Attend):
             _mark_projections(made)
         made.append(item)
-        is_mixed = item.kind in ("attend", "product", "pointwise") or (is_mixed and item.kind != "embed")
-    return tuple(made), is_mixed
+        if flow.part and item.kind in ("attend", "product", "pointwise"):
+            is_any = item.kind == "attend" or (item.kind == "product" and flow.part in _SCANNED)
+            flow = _Flow(_ANY if is_any else flow.part, True)
+    return tuple(made), flow
 
 
 def _find_gate(before: _Items) -> Gate:
     """An activation function after two products that are siblings multiplies one by the other."""
     last = before[-1] if before else None
     if not isinstance(last, tuple) or len(last) != 2:
-        return "none"
+        return "plain"
     is_pair = all(len(each) == 1 and isinstance(each[0], Linear) and each[0].part != "router" for each in last)
-    return "pair" if is_pair else "none"
+    return "pair" if is_pair else "plain"
 
 
 def _mark_projections(before: _Items) -> None:

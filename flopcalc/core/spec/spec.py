@@ -68,7 +68,7 @@ MASKS = ("causal", "full")
 # values and are cut no finer than their heads; by its inputs (row); or not at all (whole).
 Split = Literal["column", "keys", "fused", "row", "whole"]
 # What an activation function is multiplied by: nothing, the other of two products (pair), or the other half of one.
-Gate = Literal["none", "pair", "fused"]
+Gate = Literal["plain", "pair", "fused"]
 _OP_WORDS: dict[str, tuple[str, ...]] = {
     "part": PARTS, "span": SPANS, "mask": MASKS, "split": get_args(Split), "gate": get_args(Gate),
 }  # fmt: skip

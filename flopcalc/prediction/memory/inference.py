@@ -27,7 +27,7 @@ class Serving(Step):
             for chain in stage.kinds:
                 placed = [Placed(op, self.rows(op), 0, 0) for op in iterate(chain) if self.runs(op)]
                 if any(entry.op.part == "lm_head" for entry in placed):
-                    head = max(head, self.find_stream(placed, stage))
+                    head = max(head, self.find_stream(placed))
                 elif placed:
                     mask = self.count_mask(stage, [entry.op for entry in placed]) if self.attention == "sdpa" else 0
                     # Of windows alone, booleans of one row serve all.
@@ -35,12 +35,8 @@ class Serving(Step):
                     # HF's frames hold the embeddings, the layer's input and the residual all the while; of a tower,
                     # whose input is the residual, the text's embeddings and the input.
                     is_tower = stage.group in _TOWERS
-                    held += self.find_stream(placed, stage) * (2 if is_tower else 3)
-                    held += max(
-                        self._list_working(
-                            placed, self.find_stream(placed, stage), written_out, gathers, casts, mask, is_tower
-                        )
-                    )
+                    held += self.find_stream(placed) * (2 if is_tower else 3)
+                    held += max(self._list_working(placed, written_out, gathers, casts, mask, is_tower))
                     if is_tower:
                         tower = max(tower, held)
                     else:
@@ -55,14 +51,15 @@ class Serving(Step):
                 placed = [Placed(op, self.rows(op), 0, 0) for op in first_ops(stage)]
                 linears = [entry for entry in placed if entry.op.kind == "linear"]
                 made = self.bytes * linears[-1].rows * linears[-1].op.n_out if linears else 0
-                total += self.find_stream(placed, stage) + 2 * made * len(stage.layers)
+                total += self.find_stream(placed) + 2 * made * len(stage.layers)
         return total
 
     def _list_working(
-        self, placed: list[Placed], stream: int, written_out: set[str], gathers: dict[str, int], casts: dict[str, int],
-        mask: int, is_tower: bool,
+        self, placed: list[Placed], written_out: set[str], gathers: dict[str, int], casts: dict[str, int], mask: int,
+        is_tower: bool,
     ) -> list[int]:  # fmt: skip
         """Bytes beside the residual stream at every moment of one layer's forward pass without autograd."""
+        stream = self.find_stream(placed)
         working = [self._count_working(placed, i, stream, written_out, casts, is_tower) for i in range(len(placed))]
         for i, entry in enumerate(placed):
             if entry.op.kind == "attend":  # SDPA makes numbers of the booleans

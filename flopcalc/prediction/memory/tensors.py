@@ -312,7 +312,7 @@ class Step:
                 for op, bytes_ in zip(ops, held[chain], strict=True)
             ]
             if placed:
-                extra = max(extra, 1, self._walk_back(placed, stage) - kept // layers)
+                extra = max(extra, 1, self._walk_back(placed) - kept // layers)
             if shared:
                 table = sum(op.n_in * (op.n_out or op.size) for op in ops if op.kind in ("linear", "embed"))
                 copied = sum(op.n_in * op.n_out for op in ops if op.kind == "linear" and op.tied)
@@ -364,7 +364,7 @@ class Step:
                 found += [SavedTensor(prefix + op.name, stage.group, size, many, is_again) for op, size in entries]
                 if is_again:
                     placed = [Placed(op, self.rows(op), 0, 0) for op in iterate(chain)]
-                    found.append(SavedTensor(prefix[:-1], stage.group, self.find_stream(placed, stage), many))
+                    found.append(SavedTensor(prefix[:-1], stage.group, self.find_stream(placed), many))
         return tuple(found)
 
     def _save(self, chain: Chain, is_saved: bool, entries: list[tuple[Op, int]], is_cheap: bool = False) -> bool:
@@ -482,24 +482,21 @@ class Step:
                     found.append(SavedTensor(prefix + op.name, stage.group, size, many, is_again))
         return found
 
-    def _walk_back(self, placed: list[Placed], stage: Stage) -> int:
+    def _walk_back(self, placed: list[Placed]) -> int:
         """The most bytes at once in one layer's backward: what it saved and has not freed, and gradients."""
         alive = sum(entry.saved for entry in placed)
         made = most = 0
-        stream = self.find_stream(placed, stage)
+        stream = self.find_stream(placed)
         for i in reversed(range(len(placed))):
             made += placed[i].gradient
             most = max(most, alive + made + stream + self._count_gradients(placed, i))
             alive -= placed[i].saved
         return most
 
-    def find_stream(self, placed: list[Placed], stage: Stage) -> int:
-        """Bytes of the tensor that passes from layer to layer, or of what a stage that has none reads first."""
+    def find_stream(self, placed: list[Placed]) -> int:
+        """Bytes of the tensor that passes from layer to layer: what a layer's first op reads."""
         first = next((entry for entry in placed if entry.op.kind in ("norm", "linear", "conv")), None)
-        if first is None:
-            return 0
-        width = stage.width if stage.repeated else first.op.size or first.op.n_in
-        return self.bytes * first.rows * width
+        return self.bytes * first.rows * (first.op.size or first.op.n_in) if first is not None else 0
 
     def _count_gradients(self, placed: list[Placed], i: int) -> int:
         """Bytes of gradients of activations that one op's backward reads and writes."""
