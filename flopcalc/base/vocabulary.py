@@ -59,6 +59,12 @@ CLIPPING: tuple[Clipping, ...] = get_args(Clipping)
 # Parts of a model that --freeze and --train-only know by a word.
 Group = Literal["vision", "audio", "projector", "language"]
 GROUPS: tuple[Group, ...] = get_args(Group)
+# Which part of a model an op belongs to: the rows of a breakdown by component.
+Component = Literal[
+    "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
+    "modulation", "convolution", "text_encoder", "vae", "head", "other",
+]  # fmt: skip
+COMPONENTS: tuple[Component, ...] = get_args(Component)
 # How a step runs: eager as Hugging Face's code; compiled by torch.compile; graphs: the compiled kernels replayed as a
 # CUDA graph; fused: kernels of a training framework, which does not wait for the host.
 Execution = Literal["eager", "compiled", "graphs", "fused"]

@@ -17,7 +17,7 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.base.spelling import spell
 from flopcalc.base.validate import FromZero, Keys, Rule, find_fault
-from flopcalc.base.vocabulary import PHASES, Convention, Kernel, Phase, PipelinePhase, Recompute
+from flopcalc.base.vocabulary import Component, Convention, Kernel, Phase, PipelinePhase, Recompute
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
 from flopcalc.core.estimate.estimate import Estimate, Term
@@ -278,18 +278,18 @@ def _make_row(path: str, flops: Flops) -> CountedRow:
     return CountedRow(Block(path, None, "language", ()), row, (1, 1, 1))
 
 
-def _guess_part(path: str) -> str:
+_PART_HINTS: tuple[tuple[Component, tuple[str, ...]], ...] = (
+    ("lm_head", ("lm_head", "embed_out", "output_projection")), ("projector", ("projector", "merger", "connector")),
+    ("vision", ("vision", "visual")), ("audio", ("audio",)), ("router", ("router", "mlp.gate.")),
+    ("ssm", ("mixer", "mamba", "linear_attn")), ("mlp", ("mlp", "expert", "feed_forward", "fc1", "fc2")),
+    ("attention_projections", ("attn.", "attention.")), ("attention_scores", ("attn", "attention")),
+)  # fmt: skip
+
+
+def _guess_part(path: str) -> Component:
     """A component from the module's path; a trace knows names only."""
     words = f"{path.lower()}."
-    for part, hints in (
-        ("lm_head", ("lm_head", "embed_out", "output_projection")), ("projector", ("projector", "merger", "connector")),
-        ("vision", ("vision", "visual")), ("audio", ("audio",)), ("router", ("router", "mlp.gate.")),
-        ("ssm", ("mixer", "mamba", "linear_attn")), ("mlp", ("mlp", "expert", "feed_forward", "fc1", "fc2")),
-        ("attention_projections", ("attn.", "attention.")), ("attention_scores", ("attn", "attention")),
-    ):  # fmt: skip
-        if any(hint in words for hint in hints):
-            return part
-    return "other"
+    return next((part for part, hints in _PART_HINTS if any(hint in words for hint in hints)), "other")
 
 
 @lru_cache(maxsize=65536)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from flopcalc.base.errors import ConfigError, SpecError, format_value
+from flopcalc.base.vocabulary import Component
 from flopcalc.core.model.ops import (
     Attend,
     Chain,
@@ -54,7 +55,7 @@ class LayerBuilder:
     """Builds the chain of one layer; what does not change from layer to layer is built once."""
 
     def __init__(
-        self, dims: BoundDims, rows: tuple[str, str], part: str, path: str, rename: dict[str, str], side: str,
+        self, dims: BoundDims, rows: tuple[str, str], part: Component, path: str, rename: dict[str, str], side: str,
         is_repeated: bool,
     ) -> None:  # fmt: skip
         self.dims = dims
@@ -127,7 +128,7 @@ class LayerBuilder:
                 waiting += reversed(self.dims.spec.blocks[block])
         return flat
 
-    def _chain(self, items: list[Any], part: str) -> Chain:
+    def _chain(self, items: list[Any], part: Component) -> Chain:
         """A series: each item reads the one before it. `part` is the usual part of the block around them."""
         built: list[Op | tuple[Chain, ...]] = []
         for item in items:
@@ -161,7 +162,7 @@ class LayerBuilder:
                     built.append(op)
         return tuple(built)
 
-    def _branch(self, entry: object, part: str) -> Chain:
+    def _branch(self, entry: object, part: Component) -> Chain:
         """One of several siblings: what it reads is not the attention before them alone, nor what follows it."""
         self._width = None
         chain = self._chain(entry if isinstance(entry, list) else [entry], part)

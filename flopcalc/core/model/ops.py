@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, TypeAlias
 
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.vocabulary import Group
+from flopcalc.base.vocabulary import Component, Group
 from flopcalc.core.spec.spec import Gate, Split
 from flopcalc.core.workload.sums import Only, Sum
 
@@ -18,7 +18,7 @@ class Op(Value):
     kind: ClassVar[str]
 
     name: str
-    part: str
+    part: Component
     rows: Sum
     times: int = 1  # runs per unit of the sum (experts per token, rows per image)
     source: str = ""  # the stream whose output it reads, if not its own chain

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from flopcalc.base.data import find_data_file, get_stem, list_data_files
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.vocabulary import PHASES
+from flopcalc.base.vocabulary import COMPONENTS, PHASES, Component
 from flopcalc.core.spec.computed_keys import find_computed
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
 from flopcalc.core.spec.merge import ROW_KEYS, Table, check_keys, is_names, load_tables
@@ -50,13 +50,10 @@ OP_KEYS: dict[str, set[str]] = {
     "pointwise": _OP_COMMON | {"gate"},
     "dropout": _OP_COMMON | {"p"},
 }
-PARTS = (
-    "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
-    "modulation", "convolution", "text_encoder", "vae", "head", "other",
-)  # fmt: skip
+PARTS = COMPONENTS
 HEAD_PARTS = ("lm_head", "head")  # what reads the body's output
 # What a block usually is, by the last word of its name: the part of its products with weights that say none.
-_BLOCK_PARTS = {
+_BLOCK_PARTS: dict[str, Component] = {
     "attention": "attention_projections", "indexer": "attention_projections", "mlp": "mlp", "experts": "mlp",
     "moe": "mlp", "mamba": "ssm",
 }  # fmt: skip
@@ -388,9 +385,9 @@ def keeps_keys(op: dict[str, object]) -> bool:
     return (op.get("span", "seq"), op.get("mask", "causal")) == ("seq", "causal")
 
 
-def find_block_part(name: str) -> str:
-    """The part of a block's products with weights if neither op nor stack says one; empty if the name implies none."""
-    return _BLOCK_PARTS.get(name.rpartition("_")[2], "")
+def find_block_part(name: str) -> Component | None:
+    """The part of a block's products with weights if neither op nor stack says one; None if the name implies none."""
+    return _BLOCK_PARTS.get(name.rpartition("_")[2])
 
 
 def _check_rows(table: Table, sums: tuple[str, ...], where: str) -> None:

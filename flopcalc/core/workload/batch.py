@@ -8,7 +8,7 @@ from typing import Any
 
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.units import check_size
-from flopcalc.base.vocabulary import PHASES, Phase, check_word
+from flopcalc.base.vocabulary import PHASES, BatchLayout, Phase, check_word
 from flopcalc.core.workload.workload import Grid, Workload, check_logits, read_grids
 
 
@@ -149,7 +149,7 @@ def _label_length(row: Sequence[int]) -> int:
 
 def _read_layout(
     batch: Mapping[str, Any], rows: int, seq: int, is_readable: Any, notes: list[str]
-) -> tuple[tuple[int, ...] | None, str]:
+) -> tuple[tuple[int, ...] | None, BatchLayout]:
     for key in ("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q"):
         bounds = batch.get(key)
         if bounds is not None:

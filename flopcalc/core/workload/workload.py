@@ -9,7 +9,7 @@ from typing import TypeAlias, TypedDict, Unpack
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.units import check_items, check_size
-from flopcalc.base.vocabulary import BATCH_LAYOUTS, PHASES, Phase, check_word
+from flopcalc.base.vocabulary import BATCH_LAYOUTS, PHASES, BatchLayout, Phase, check_word
 
 Grid: TypeAlias = tuple[int, int, int]
 
@@ -27,7 +27,7 @@ class Workload(Value):
     rows: int
     seq: int
     documents: tuple[int, ...] | None
-    layout: str
+    layout: BatchLayout
     phase: Phase
     context: int
     logits: int | str
@@ -41,7 +41,7 @@ class Workload(Value):
         rows: int = 1,
         seq: int = 1,
         documents: Iterable[int] | None = None,
-        layout: str = "unpadded",
+        layout: BatchLayout = "unpadded",
         phase: Phase = "train",
         context: int = 0,
         logits: int | str | None = None,
