@@ -56,7 +56,5 @@ def test_a_slow_pattern_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_processes_a_costly_pattern_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns.sys, "executable", "/no/such/python")
-    with pytest.raises(
-        RecipeError, match=r"that failed \(FileNotFoundError\): write it with at most 2"
-    ):
+    with pytest.raises(RecipeError, match=r"that failed \(FileNotFoundError\): write it with at most 2"):
         find_matches("(b+)+!", ("b",), "lora target", RecipeError)
