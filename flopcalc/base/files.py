@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 from flopcalc.base.errors import FlopcalcError, format_value
 
@@ -153,8 +153,6 @@ def _make_loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-        yaml_constructors: ClassVar[dict[str, Any]] = {}
         is_unique = False
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -171,13 +169,14 @@ def _make_loader() -> Any:
             text = self.construct_scalar(node).lower()
             return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
+    Loader.yaml_implicit_resolvers = {}
+    Loader.yaml_constructors = {None: Loader.construct_undefined}
     for name, pattern in _SCALARS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), None)
     for name in ("null", "bool", "str", "seq", "map"):
         Loader.add_constructor(f"tag:yaml.org,2002:{name}", getattr(Loader, f"construct_yaml_{name}"))
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_int)
     Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_float)
-    Loader.add_constructor(None, Loader.construct_undefined)
     return Loader
 
 
