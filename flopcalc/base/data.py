@@ -14,7 +14,6 @@ from flopcalc.base.files import (
     MAX_JSON_BYTES,
     MAX_TOML_BYTES,
     MAX_YAML_BYTES,
-    NoTomlError,
     check_entries,
     parse_json,
     parse_toml,
@@ -78,9 +77,10 @@ def list_data_files(folder: str) -> dict[str, str]:
 
 def load_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file, or a SpecError that names it."""
+    text = read_text(path, MAX_TOML_BYTES, SpecError)
     try:
-        return parse_toml(read_text(path, MAX_TOML_BYTES, SpecError))
-    except NoTomlError as error:
+        return parse_toml(text)
+    except ValueError as error:
         raise SpecError(f"{path}: {error}") from None
 
 

@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
-from flopcalc.base.errors import FlopcalcError, SpecError, format_value
+from flopcalc.base.errors import FlopcalcError, format_value
 
 # The largest files that are read, by what they hold; what is larger is no such file.
 MAX_TOML_BYTES = 2_000_000  # tomllib reads about 1 MB in a second
@@ -114,23 +114,19 @@ def parse_json(text: str, is_unique: bool = False) -> Any:
     return json.loads(text, object_pairs_hook=build if is_unique or _FLOAT in text else None)
 
 
-class NoTomlError(SpecError):
-    """A text that is no TOML, before it is said where it stands."""
-
-
 def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text."""
     # The parser's memory grows with the square of a key's parts.
     if text.count(".") > MAX_KEY_PARTS and any(
         piece.count(".") > MAX_KEY_PARTS for line in text.split("\n") for piece in re.split(_BETWEEN_KEYS, line)
     ):
-        raise NoTomlError(f"a key of more than {MAX_KEY_PARTS} parts")
+        raise ValueError(f"a key of more than {MAX_KEY_PARTS} parts")
     if _LONG_NUMBER.search(text):
-        raise NoTomlError("a number of more than 3,000 digits")
+        raise ValueError("a number of more than 3,000 digits")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise NoTomlError(f"not valid TOML: {error}") from None
+        raise ValueError(f"not valid TOML: {error}") from None
 
 
 def parse_yaml(text: str, is_unique: bool = False) -> Any:
@@ -157,8 +153,6 @@ def _make_loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-        yaml_constructors: ClassVar[dict[str, Any]] = {}
         is_unique = False
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -175,13 +169,14 @@ def _make_loader() -> Any:
             text = self.construct_scalar(node).lower()
             return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
+    Loader.yaml_implicit_resolvers = {}
+    Loader.yaml_constructors = {None: Loader.construct_undefined}
     for name, pattern in _SCALARS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), None)
     for name in ("null", "bool", "str", "seq", "map"):
         Loader.add_constructor(f"tag:yaml.org,2002:{name}", getattr(Loader, f"construct_yaml_{name}"))
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_int)
     Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_float)
-    Loader.add_constructor(None, Loader.construct_undefined)
     return Loader
 
 
@@ -216,6 +211,17 @@ def _count_entries(value: object, known: dict[int, float], depth: int = 0) -> fl
     return known[id(value)]
 
 
+def parse_object(line: str | bytes) -> dict[str, Any]:
+    """The object in a line of JSON; an empty one where there is none."""
+    import json
+
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_json(path: str | os.PathLike[str], limit: int, error: type[FlopcalcError]) -> Any:
     """A JSON file's value."""
     text = read_text(path, limit, error)
@@ -226,37 +232,17 @@ def read_json(path: str | os.PathLike[str], limit: int, error: type[FlopcalcErro
 
 
 def format_json(value: Any, indent: int | None = 2) -> str:
-    """JSON text for others to read: a number that is not finite is null, and a note says where."""
+    """JSON text for others to read: a number that is not finite is null, and a note says so."""
     import json
 
-    try:
+    with suppress(ValueError):
         return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        parts = value if isinstance(value, list) else [value]
-        plain = [_note_nulls(part) for part in parts]
-        return json.dumps(plain if isinstance(value, list) else plain[0], indent=indent, ensure_ascii=False)
-
-
-def _note_nulls(value: Any) -> Any:
-    places: list[str] = []
-    plain = _replace_floats(value, "", places)
-    if places and isinstance(plain, dict):
-        more = f" and {len(places) - 5} more" if len(places) > 5 else ""
-        plain["notes"] = [*plain.get("notes", ()), f"null, because not a finite number: {', '.join(places[:5])}{more}"]
-    return plain
-
-
-def _replace_floats(value: Any, path: str, places: list[str]) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: _replace_floats(each, f"{path}.{key}" if path else str(key), places) for key, each in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [_replace_floats(each, f"{path}[{i}]", places) for i, each in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        places.append(path)
-        return None
-    return value
+    odd: list[str] = []
+    plain = json.loads(json.dumps(value), parse_constant=odd.append)  # append gives None
+    table = plain[0] if isinstance(plain, list) and plain else plain
+    if isinstance(table, dict):
+        table["notes"] = [*table.get("notes", ()), f"null stands for {len(odd)} numbers that are not finite"]
+    return json.dumps(plain, indent=indent, ensure_ascii=False)
 
 
 def write_whole(path: str, text: str) -> None:

@@ -13,6 +13,7 @@ MAX_CHARACTERS = 1000
 MAX_REPEATS = 2  # time grows with a name's length to this power, and less than a millisecond is fine
 # Compiling sets without case takes long; of nested sets re warns, and a user of LoRA would not know what of.
 _ODD = re.compile(r"\(\?[a-zA-Z]*i|\[\[|--|&&|~~|\|\|")
+_LETTERS = re.compile(r"\\.|\[\^?\]?[^]]*\]|\(\?", re.DOTALL)  # what repeats nothing: escapes, sets, groups' openings
 # Its process can be stopped; a thread that matches cannot, and it holds all others up.
 _HELPER = """import json, re, sys
 text, names = json.load(sys.stdin)
@@ -25,39 +26,25 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def is_costly(text: str, most_repeats: int = MAX_REPEATS) -> bool:
-    """Whether a pattern repeats a group with repeats or choices, or has many repeats: time may grow without bound."""
-    if len(text) > MAX_CHARACTERS or _ODD.search(text):
-        return True
-    has_repeat = [False]  # of each open group
-    repeats, at = 0, 0
-    while at < len(text):
-        letter = text[at]
-        if letter == "\\":
-            at += 1
-        elif letter == "[":  # a set of letters; ] is its end unless it comes first
-            at = max(text.find("]", at + (3 if text.startswith("^", at + 1) else 2)), at)
-        elif letter == "(":
-            has_repeat.append(False)
-            at += text.startswith("?", at + 1)
-        elif letter == ")" and len(has_repeat) > 1:
-            inner = has_repeat.pop()
-            if inner and text[at + 1 : at + 2] in ("*", "+", "{"):
-                return True
-            has_repeat[-1] |= inner
-        elif letter in "*+?{|":
-            repeats += letter != "|"
-            has_repeat[-1] = True
-        at += 1
-    return repeats > most_repeats
+    """Whether a pattern repeats a group beside other repeats or choices, or has many repeats: time may grow freely."""
+    plain = _LETTERS.sub("", text)
+    repeats = len(re.findall(r"[*+?{]", plain))
+    repeats_group = re.search(r"\)[*+{]", plain) is not None and (repeats > 1 or "|" in plain)
+    return len(text) > MAX_CHARACTERS or _ODD.search(text) is not None or repeats_group or repeats > most_repeats
 
 
 @lru_cache(maxsize=32)
 def find_matches(text: str, names: tuple[str, ...], what: str, error: type[FlopcalcError]) -> frozenset[str]:
-    """Those of the names that a costly pattern matches from start to end; an error that names a pattern too slow."""
+    """Those of the names that a pattern matches from start to end; an error that names a pattern that is too slow."""
     import json
     import subprocess
 
     shown = f"{what} {format_value(text)}"
+    if not is_costly(text):
+        try:
+            return frozenset(filter(re.compile(text).fullmatch, names))
+        except (re.error, RecursionError, OverflowError) as problem:
+            raise error(f"{shown} is no regular expression: {problem}") from None
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-W", "ignore", "-c", _HELPER],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
@@ -98,7 +98,7 @@ _MOST_CHARACTERS = 40
 _LEAST, _MOST = 1e-60, 1e60
 
 
-def is_digits(value: object) -> bool:
+def is_digits(value: object) -> TypeGuard[str]:
     """Whether a text is a number in plain digits; str.isdigit also takes ² and ①, which int refuses."""
     return isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20
 

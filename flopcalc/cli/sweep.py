@@ -117,8 +117,8 @@ def run(
 ) -> None:
     """Run all combinations of trainers, batch sizes, lengths and models.
 
-    CONFIG is a .json or .toml file with the lists trainers, batch_sizes, seq_lens and models, and settings such as
-    steps and dtype. Options on the command line win over it.
+    CONFIG is a .yaml, .json or .toml file with the lists trainers, batch_sizes, seq_lens and models, and settings such
+    as steps and dtype. Options on the command line win over it.
     """
     from flopcalc.base.units import parse_sizes
     from flopcalc.measure.sweep.matrix import load_matrix

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.errors import CalibrationError, format_nearest, format_value
-from flopcalc.base.files import MAX_TABLE_BYTES, read_bytes, write_whole
+from flopcalc.base.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.base.validate import MOST
 
 SCHEMA = 1
@@ -178,11 +178,7 @@ def load_table(path: str) -> MeasuredTable:
 
 @lru_cache(maxsize=_CACHED_TABLES)
 def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> MeasuredTable:
-    data = read_bytes(path, MAX_TABLE_BYTES, CalibrationError)
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CalibrationError(f"{path}: not valid JSON ({error}): measure it again with flopcalc calibrate") from None
+    content = read_json(path, MAX_TABLE_BYTES, CalibrationError)
     if not isinstance(content, dict):
         raise CalibrationError(f"{path}: holds {format_value(content)}, not a table")
     if content.get("schema") != SCHEMA:

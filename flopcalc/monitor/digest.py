@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from flopcalc._version import __version__
 from flopcalc.base.errors import FlopcalcError
-from flopcalc.base.files import open_regular
+from flopcalc.base.files import open_regular, parse_object
 from flopcalc.monitor.batch import BatchWork
 from flopcalc.monitor.device import DeviceQueue
 from flopcalc.monitor.keys import CORE, DATASET_PREFIX, LOG_NAME, SCHEMA
@@ -450,10 +450,7 @@ def _read_last_step(path: str) -> int:
     except (FlopcalcError, OSError):
         return 0
     for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, Mapping) and record.get("type") == "step" and isinstance(record.get("global_step"), int):
+        record = parse_object(line)
+        if record.get("type") == "step" and isinstance(record.get("global_step"), int):
             return int(record["global_step"])
     return 0

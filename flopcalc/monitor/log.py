@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, format_value
 from flopcalc.base.figures import open_figure
-from flopcalc.base.files import MAX_LOG_BYTES, read_bytes, read_path
+from flopcalc.base.files import MAX_LOG_BYTES, parse_object, read_bytes, read_path
 from flopcalc.monitor.keys import DATASET_PREFIX, LOG_NAME, LOST_PREFIX, LOST_SUFFIX, SCHEMA
 
 Record = dict[str, Any]
@@ -62,7 +61,7 @@ def load_log(path: str | os.PathLike[str]) -> Log:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        record = _parse(line)
+        record = parse_object(line)
         kind = record.get("type")
         if kind == "start":
             if record.get("schema") != SCHEMA:
@@ -87,15 +86,6 @@ def load_log(path: str | os.PathLike[str]) -> Log:
         what = "no line of it is a record" if unreadable else "it is empty"
         raise FlopcalcError(f"{name}: not a monitor's log: {what}")
     return Log(name, runs, unreadable)
-
-
-def _parse(line: bytes) -> Record:
-    """The object of a line; an empty one for a line that holds none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def summarize(log: Log, run: int | None = None, last: int | None = None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from flopcalc.monitor.step import DatasetMetrics, DueRecord, LostTime, SeenStep,
 from flopcalc.monitor.values import ValueReader
 
 _POLL_S = 0.25  # the worker looks this often
+_WORK_S = 1.0  # and counts so long at most before it looks again
 _MARK_NS, _MARK_STEPS = 8_000_000_000, 64  # how often a step is marked on the device, and the device is asked
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _COUNT_S = 5.0  # nor for what is to be counted
@@ -609,7 +610,7 @@ def _work(reference: weakref.ref[TrainingMonitor], wake: threading.Event) -> Non
         try:
             monitor._values.copy_handed()
             monitor._values.take_in()
-            monitor._digester.digest()
+            monitor._digester.digest(_WORK_S)
             monitor._digester.refresh_goodput()
         except Exception as error:
             monitor._fail("worker", error)

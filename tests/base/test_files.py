@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import socket
 import time
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from flopcalc.base.errors import FlopcalcError
-from flopcalc.base.files import read_bytes, read_json, read_text, write_whole
+from flopcalc.base.files import parse_toml, parse_yaml, read_bytes, read_json, read_text, write_whole
 from flopcalc.core.estimate.traced import load_trace, make_key
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.pictures import read_picture_size
@@ -173,3 +175,42 @@ def test_written_pipes_and_links_stay(tmp_path: Path) -> None:
     link.symlink_to(file)
     write_whole(str(link), "text")
     assert (pipe.is_fifo(), link.is_symlink(), file.read_text()) == (True, True, "text")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a: 0o17", 15), ("a: 017", 17), ("a: 0x1F", 31), ("a: -3", -3), ("a: 1e-5", 1e-5), ("a: .5", 0.5),
+        ("a: 12:30:45.5", "12:30:45.5"), ("a: 190:20:30", "190:20:30"), ("a: 2001-12-14", "2001-12-14"),
+        ("a: 1_000", "1_000"), ("a: 0b11", "0b11"), ("a: -.inf", -math.inf), ("a: ~", None), ("a:", None),
+        ("a: true", True), ("a: yes", True), ("a: OFF", False), ("a: y", "y"), ("a: '017'", "017"), ("a: =", "="),
+        ("x: &x {b: 1}\na: {<<: *x, c: 2}", {"b": 1, "c": 2}), ("a: [1, {b: 2}]", [1, {"b": 2}]),
+    ],
+)  # fmt: skip
+def test_yaml_scalars_are_those_of_1_2(text: str, value: object) -> None:
+    found = parse_yaml(text)["a"]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: !!bool maybe", "not valid YAML: 'maybe'"),
+        ("a: !!timestamp 2020-13-45", "not valid YAML: could not determine a constructor for the tag"),
+        ("a: !!int x", "invalid literal for int"),
+        ("a: &a [*a]", "more than 10,000 entries"),
+        ("a: *b", "not valid YAML: found undefined alias 'b' in line 1"),
+        ("a: " + "[" * 5000, "not valid YAML: "),
+        ("a: " + "[" * 60 + "]" * 60, "more than 50 tables or lists inside one another"),
+        ("a: 0o" + "7" * 3000, "a number of more than 3,000 digits"),
+        ("a: [" + "1, " * 10_000 + "]", "more than 10,000 entries"),
+    ],
+)
+def test_yaml_that_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_yaml(text)
+
+
+def test_toml_numbers_that_cannot_be_printed() -> None:
+    with pytest.raises(ValueError, match="a number of more than 3,000 digits"):
+        parse_toml("a = 0x" + "f" * 5000)

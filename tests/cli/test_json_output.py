@@ -74,16 +74,10 @@ def test_commands_print_json_in_one_place() -> None:
     ("value", "shown"),
     [
         ({"a": 1.5, "b": "NaN"}, {"a": 1.5, "b": "NaN"}),
-        ([{"a": 1}, {"a": math.nan}], [{"a": 1}, {"a": None, "notes": ["null, because not a finite number: a"]}]),
+        ([{"a": math.nan}], [{"a": None, "notes": ["null stands for 1 numbers that are not finite"]}]),
         (
             {"a": {"b": [1.0, math.inf]}, "c": (-math.inf,), "notes": ["x"]},
-            {"a": {"b": [1.0, None]}, "c": [None],
-             "notes": ["x", "null, because not a finite number: a.b[1], c[0]"]},
-        ),
-        (
-            {"a": [math.nan] * 7},
-            {"a": [None] * 7,
-             "notes": ["null, because not a finite number: a[0], a[1], a[2], a[3], a[4] and 2 more"]},
+            {"a": {"b": [1.0, None]}, "c": [None], "notes": ["x", "null stands for 2 numbers that are not finite"]},
         ),
     ],
 )  # fmt: skip

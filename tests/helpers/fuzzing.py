@@ -316,7 +316,10 @@ def draw_results(rng: random.Random) -> Case:
 
 
 def draw_header(rng: random.Random) -> Case:
-    shapes = {"token_embd.weight": ((64, 100), 8), "blk.0.attn_q.weight": ((64, 64), 12)}
+    shapes: dict[str, tuple[tuple[int, ...], int]] = {
+        "token_embd.weight": ((64, 100), 8),
+        "blk.0.attn_q.weight": ((64, 64), 12),
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(path, {key: value for key, value in HEADER.items() if rng.random() < 0.97}, shapes)
@@ -409,7 +412,9 @@ PIPELINES = ("flux.1-dev", "cogvideox-2b", "dit-xl-2-256", "pixart-sigma", "ltx-
 def draw_pipeline(rng: random.Random) -> Case:
     config = load_shipped("presets", rng.choice(PIPELINES))["config"]
     parts = {name: part for name, part in config.items() if isinstance(part, dict)}
-    index = {name: ["diffusers", part["_class_name"]] for name, part in parts.items() if "_class_name" in part}
+    index: dict[str, Any] = {
+        name: ["diffusers", part["_class_name"]] for name, part in parts.items() if "_class_name" in part
+    }
     index = {"_class_name": config["_class_name"], "_diffusers_version": "0.33", **index}
     spoiled = rng.choice(("", *parts))
     index = spoil(index, rng) if not spoiled else index

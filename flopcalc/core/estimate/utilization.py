@@ -226,16 +226,11 @@ def share_peak(ideal: Ideal, what: str, step_time_s: float, devices: int = 1) ->
         return Utilization(None, None, ideal.device, ideal.dtype, ideal.note)
     rate, note = ideal.peak_flops_per_s, ideal.note
     flops = sum(peak.flops for peak in ideal.peaks)
-    try:
-        if len(ideal.peaks) == 1 and rate:
-            value = flops / (step_time_s * rate * devices)
-        else:
-            value = ideal.seconds / (step_time_s * devices)
-        plain = flops / (step_time_s * ideal.bf16 * devices) if ideal.bf16 else None
-    except (ZeroDivisionError, OverflowError):
-        value, plain = math.inf, None
-    if math.isinf(value):
-        raise FlopcalcError(f"{what} of {flops} FLOPs in {step_time_s} s at {rate} FLOP/s is beyond any number")
+    if len(ideal.peaks) == 1 and rate:
+        value = flops / (step_time_s * rate * devices)
+    else:
+        value = ideal.seconds / (step_time_s * devices)
+    plain = flops / (step_time_s * ideal.bf16 * devices) if ideal.bf16 else None
     if value > 1:
         wrong = f"{what} is {value:.3f}, above 1: the peak, the step time, the device count or the workload is wrong"
         note = wrong if note is None else f"{wrong}; {note}"

@@ -8,7 +8,7 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from flopcalc.base.errors import RecipeError, format_value
-from flopcalc.base.patterns import find_matches, is_costly
+from flopcalc.base.patterns import find_matches
 from flopcalc.base.vocabulary import GROUPS, Clipping, Group
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import REGEX, Adapter, Recipe
@@ -308,25 +308,16 @@ class _Regex(_Suffix):
 
     def __init__(self, text: str, stages: tuple[Stage, ...]) -> None:
         super().__init__(text)
-        self._pattern = text.removeprefix(REGEX)
-        self._regex = None if is_costly(self._pattern) else re.compile(self._pattern)
-        self._known: dict[str, bool] = {}
-        if self._regex is None:  # all at once: a process for each name would take long
-            self._match([
-                name for _, op, path in _iterate_modules(stages)
-                for name in (*_name_copies(op, path), *_name_targets(op, path))
-            ])  # fmt: skip
+        # All at once: a slow one is matched by a process, and one for each name would take long.
+        modules = [(op, path) for _, op, path in _iterate_modules(stages)]
+        self._asked = frozenset(name for each in modules for name in (*_name_copies(*each), *_name_targets(*each)))
+        self._matched = self._match(tuple(sorted(self._asked)))
 
     def names(self, path: str) -> bool:
-        if self._regex is not None:
-            return self._regex.fullmatch(path) is not None
-        if path not in self._known:
-            self._match([path])
-        return self._known[path]
+        return path in (self._matched if path in self._asked else self._match((path,)))
 
-    def _match(self, names: list[str]) -> None:
-        found = find_matches(self._pattern, tuple(names), "lora target", RecipeError)
-        self._known |= {name: name in found for name in names}
+    def _match(self, names: tuple[str, ...]) -> frozenset[str]:
+        return find_matches(self.text.removeprefix(REGEX), names, "lora target", RecipeError)
 
 
 class _Ending(_Suffix):
