@@ -125,9 +125,8 @@ def _compare(name: str, _: Spec) -> Step:
 
 
 def _write_keys(name: str, check: bool) -> Step:
-    """Keys that the sizes of the examples suggest, written into ops that the spec's own file holds and that say none."""
-    path, example = find_data_file("specs", name), find_data_file("examples", name)
-    assert path is not None and example is not None
+    """Keys that the sizes of the examples suggest, written into those ops of the spec's own file that say none."""
+    path, example = str(find_data_file("specs", name)), str(find_data_file("examples", name))
     other = infer_keys(name, example)
     values = {"True": "true", "False": "false"}
     written = [
