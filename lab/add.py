@@ -16,6 +16,7 @@ from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.spec.aliases import Alias, find_alias
 from flopcalc.core.spec.spec import Spec, load_spec
 from lab import truth
+from lab.spec_keys import infer_keys, write_key
 
 __all__ = ["Step", "ship"]
 
@@ -40,6 +41,7 @@ def ship(name: str, *, check: bool = False) -> Iterator[Step]:
         yield step
         if step.state != "done":
             return
+    yield _write_keys(name, check)
     yield _turn_flags(name)
     yield _record(name, folder, check)
     yield _record_operators(name, spec, check)
@@ -120,6 +122,25 @@ def _compare(name: str, _: Spec) -> Step:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return Step("rows", "failed", f"{wrong[0]}{more}: flopcalc verify --model-type {name} shows the rows")
     return Step("rows", "done", f"{cases} cases equal what HF's model executes")
+
+
+def _write_keys(name: str, check: bool) -> Step:
+    """Keys that the sizes of the examples suggest, written into those ops of the spec's own file that say none."""
+    path, example = str(find_data_file("specs", name)), str(find_data_file("examples", name))
+    other = infer_keys(name, example)
+    values = {"True": "true", "False": "false"}
+    written = [
+        f"{each.key} of {each.name}"
+        for each in other
+        if not check and each.key != "over"
+        and write_key(Path(path), each.op, each.name, each.key, values.get(each.inferred, f'"{each.inferred}"'))
+    ]  # fmt: skip
+    if written:
+        return Step("keys", "left", f"read the diff: sizes suggest {', '.join(written)}")
+    if check and other:
+        words = ", ".join(f"{each.key} {each.inferred} of {each.name}" for each in other[:5])
+        return Step("keys", "done", f"the spec says otherwise than sizes suggest: {words}")
+    return Step("keys", "done", "split, gate, over and shared are as the sizes of the examples suggest, or as written")
 
 
 def _turn_flags(name: str) -> Step:

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from flopcalc.base.data import load_toml
+from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.model.ops import Attend, Linear, Norm, Op, Pointwise, Stage, iterate
 from flopcalc.core.spec.spec import Gate, Split
 
-__all__ = ["Difference", "compare", "write_key"]
+__all__ = ["Difference", "compare", "infer_keys", "write_key"]
 
 _SHARED = re.compile(r"\bshared?_(expert|mlp)")  # what models call their shared experts
 
@@ -21,7 +23,6 @@ _SHARED = re.compile(r"\bshared?_(expert|mlp)")  # what models call their shared
 class Difference(NamedTuple):
     """A key of an op whose sizes say something else than its spec."""
 
-    path: str  # of its stage
     name: str
     op: str
     key: str
@@ -30,21 +31,21 @@ class Difference(NamedTuple):
 
 
 def compare(stages: Iterable[Stage]) -> Iterator[Difference]:
-    """What the layers of a model say otherwise than the sizes of their ops do."""
+    """What the language layers of a model say otherwise than the sizes of their ops do."""
     for stage in stages:
-        for chain in stage.kinds if stage.repeated else ():
+        for chain in stage.kinds if stage.repeated and stage.group == "language" else ():
             ops = list(iterate(chain))
             has_experts = any(op.copies > 1 for op in ops)
             for place, op in enumerate(ops):
                 for key, said, inferred in _infer(ops, place, stage.width, has_experts):
                     if said != inferred:
-                        yield Difference(stage.path, op.name, op.kind, key, said, inferred)
+                        yield Difference(op.name, op.kind, key, said, inferred)
 
 
 def _infer(ops: Sequence[Op], place: int, width: int, has_experts: bool) -> Iterator[tuple[str, str, str]]:
     """Key, what the spec says and what sizes say, of one op."""
     op = ops[place]
-    if isinstance(op, Linear):
+    if isinstance(op, Linear) and op.part != "other":
         said, split = op.split or "column", infer_split(ops, place, width)
         heads = next((each for each in ops[place:] if isinstance(each, Attend)), None)
         if said in ("keys", "fused") and split == "column" and (heads is None or heads.kv_heads == heads.heads):
@@ -53,7 +54,8 @@ def _infer(ops: Sequence[Op], place: int, width: int, has_experts: bool) -> Iter
         if has_experts:
             yield "shared", str(op.is_shared), str(bool(_SHARED.search(op.name)))
     elif isinstance(op, Norm):
-        yield "over", str(op.over or op.size), str(infer_over(ops, place, width))
+        said, over = op.over or op.size, infer_over(ops, place, width)
+        yield "over", *("its weight" if size == op.size else "all" for size in (said, over))
     elif isinstance(op, Pointwise):
         yield "gate", op.gate or "plain", infer_gate(ops, place)
 
@@ -97,9 +99,22 @@ def infer_gate(ops: Sequence[Op], place: int) -> Gate:
     """Whether the products before an activation function are twice as wide as what the one behind it reads."""
     before = [op.n_out for op in ops[:place] if isinstance(op, Linear)]
     after = next((op.n_in for op in ops[place:] if isinstance(op, Linear)), None)
-    if not before or after is None:
+    last = ops[place - 1] if place else None
+    if after is None or not isinstance(last, Linear) or last.part == "router":
         return "plain"
     return "fused" if before[-1] == 2 * after else "pair" if before[-2:] == [after, after] else "plain"
+
+
+def infer_keys(model_type: str, example: str) -> list[Difference]:
+    """Where the sizes of all tiny configs of an example file agree on a key, and the spec says another value."""
+    found: list[set[Difference]] = []
+    tables = load_toml(example)
+    named = {"architectures": [tables["architecture"]]} if "architecture" in tables else {}
+    for config in tables.get("configs", []):
+        given = {key: value for key, value in config.items() if key != "null_keys"}
+        full = {"model_type": model_type, **named, **given, **dict.fromkeys(config.get("null_keys", []))}
+        found.append(set(compare(bind_config(full).stages)))
+    return sorted(set.intersection(*found)) if found else []
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

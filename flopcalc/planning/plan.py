@@ -18,7 +18,7 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, PlannedLayout
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
-from flopcalc.prediction.execution_options import check_timed, describe_key_heads
+from flopcalc.prediction.execution_options import check_timed, describe_inferred
 from flopcalc.prediction.memory.peak import resize_batch
 from flopcalc.setup.counting import bind_setup, find_sequences
 from flopcalc.setup.setup import ModelChoice, Setup
@@ -64,7 +64,7 @@ def plan_setup(setup: Setup) -> Plan:
     if not sample.tokens:
         raise WorkloadError(IMAGES_ALONE)
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
-    notes += describe_key_heads(estimator)
+    notes += describe_inferred(estimator)
     is_chosen, is_searched = global_batch is None, global_batch == AUTO
     if global_batch is None or is_searched:
         global_batch = choose_batch(gpus, sample.tokens)

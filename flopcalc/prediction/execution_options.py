@@ -21,9 +21,7 @@ from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.build_work import FOUR_BITS
-from flopcalc.prediction.memory.tensors import has_sdpa
 
-_EAGER = ("gpt_oss",)  # without SDPA in HF, besides types that were only recorded with eager attention
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 # Specs that no clock knows: attention over blocks of tokens, and a head whose weights are another model's.
 _NOT_TIMED = ("dflash",)
@@ -71,17 +69,24 @@ def describe_formats(formats: Formats, optimizer: Optimizer) -> list[str]:
     return notes
 
 
-def describe_key_heads(estimator: Estimator) -> list[str]:
-    """That a user's spec names no key heads, and what was inferred in their place."""
+def describe_inferred(estimator: Estimator) -> list[str]:
+    """That a user's spec names no key heads or no width, and what was inferred in their place."""
     chains = (chain for stage in estimator.stages for chain in stage.kinds)
     attends = (op for chain in chains for op in iterate(chain) if isinstance(op, Attend))
     op = next((op for op in attends if op.kv_heads_inferred), None)
-    if op is None:
-        return []
-    return [
-        f"{estimator.spec.file} says no kv_heads for {op.name or 'its attention'}: {op.kv_heads} were inferred from "
-        "the widths of its projections; add kv_heads to the spec"
-    ]
+    stage = next((stage for stage in estimator.stages if stage.is_width_inferred), None)
+    notes = []
+    if op is not None:
+        notes.append(
+            f"{estimator.spec.file} says no kv_heads for {op.name or 'its attention'}: {op.kv_heads} were inferred "
+            "from the widths of its projections; add kv_heads to the spec"
+        )
+    if stage is not None:
+        notes.append(
+            f"{estimator.spec.file} says no width for {stage.path}, and has no dim d: {stage.width} was inferred from "
+            "its first op; add width to the stack"
+        )
+    return notes
 
 
 def find_kernel(device: Device, dtype: str | None, kernel: Kernel) -> PickedKernel:
@@ -135,7 +140,7 @@ def settle(
     if execution == "fused":
         is_partial = estimator.recipe.recompute == "full"
         return (change(estimator, recompute="full-reentrant") if is_partial else None) or estimator, kernel, []
-    if kernel == "eager" or takes_sdpa(estimator):
+    if kernel == "eager" or estimator.spec.has_sdpa:
         return estimator, kernel, []
     kind = _name_type(estimator)
     if is_asked:
@@ -164,11 +169,6 @@ def settle_estimate(
 
 def _name_type(estimator: Estimator) -> str:
     return str(estimator.source.config["model_type"])
-
-
-def takes_sdpa(estimator: Estimator) -> bool:
-    """As has_sdpa, and of types that were never recorded, some that HF gives none."""
-    return _name_type(estimator) not in _EAGER and has_sdpa(estimator)
 
 
 def change(

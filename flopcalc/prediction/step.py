@@ -28,11 +28,10 @@ from flopcalc.prediction.execution_options import (
     check_timed,
     choose_execution,
     describe_formats,
-    describe_key_heads,
+    describe_inferred,
     find_kernel,
     match_dtype,
     settle_estimate,
-    takes_sdpa,
 )
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.memory.peak import (
@@ -222,7 +221,7 @@ def predict_estimate(
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []
     notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
-    notes += describe_key_heads(estimate.terms[0].estimator)
+    notes += describe_inferred(estimate.terms[0].estimator)
     notes += [note for note in estimate.notes if not note.startswith(_COUNTING) and note not in notes]
     prediction = prediction._replace(notes=(*prediction.notes, *notes))
     if advise and prediction.fits is False:
@@ -419,7 +418,7 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
 
     if settings.execution == "eager":
         gain(f"compile the model ({spell('compile', True)})", estimate, execution="compiled")
-    if settings.kernel == "eager" and takes_sdpa(estimate.terms[0][0]):
+    if settings.kernel == "eager" and estimate.terms[0][0].spec.has_sdpa:
         kernel = find_kernel(device, settings.machine.dtype, "auto")
         gain("fused attention in place of eager", estimate, kernel=kernel)
     if settings.optimizer == "adamw-foreach":

@@ -103,7 +103,7 @@ class TracedEstimator(Estimator):
         empty: dict[str, Any] = {name: {} for name in Spec._names}
         self.spec = Spec(**{
             **empty, "name": traced.model_type, "file": "", "architecture": traced.name,
-            "source": f"traced with {made_with}", "required": (), "stacks": [], "is_tower": False,
+            "source": f"traced with {made_with}", "required": (), "stacks": [], "is_tower": False, "has_sdpa": True,
         })  # fmt: skip
         # A trace knows no module's weights, so the model has one format throughout.
         plain = {key: value for key, value in source.config.items() if not isinstance(value, Mapping)}

@@ -54,9 +54,10 @@ def fill_widths(stages: Sequence[Stage]) -> list[Stage]:
         if not width:
             ops = (op for chain in stage.kinds for op in iterate(chain))
             width = next((op.size or op.n_in for op in ops if op.kind in ("norm", "embed", "linear")), 0)
-            stage = stage.replace(is_width_inferred=bool(width))
             if width:
                 said[stage.stream] = width
+                # Towers of several resolutions have no one width.
+                stage = stage.replace(is_width_inferred=stage.repeated and stage.group == "language")
         found.append(stage.replace(width=width or 1))
     return found
 

@@ -6,6 +6,7 @@ never their sizes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Pointwise, iterate, map_ops
@@ -77,7 +78,7 @@ def _mark_projections(before: _Items) -> None:
     for i in places:
         item = before[i]
         if i != places[-1]:
-            (before[i],) = map_ops((item,), lambda op: _say(op, "whole"))
+            (before[i],) = map_ops((item,), partial(_say, split="whole"))
         elif isinstance(item, Op):
             before[i] = _say(item, "fused")
         else:
@@ -92,7 +93,7 @@ def _mark_branch(branch: Chain, word: Split) -> Chain:
     made = list(branch)
     for i in places:
         split: Split = word if i == places[-1] else "whole"
-        (made[i],) = map_ops((made[i],), lambda op, split=split: _say(op, split))
+        (made[i],) = map_ops((made[i],), partial(_say, split=split))
     return tuple(made)
 
 

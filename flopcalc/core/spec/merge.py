@@ -18,10 +18,10 @@ ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of t
 SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
-    "reentrant", "sums", "drop", "config_checks", "heads", "refused", "phases", "note", "nulls",
+    "reentrant", "sums", "drop", "config_checks", "heads", "refused", "phases", "note", "nulls", "sdpa",
 }  # fmt: skip
 _MERGED = ("defaults", "nulls", "renamed", "dims", "checks", "blocks", "sums", "heads")  # merged key by key
-_OWN = ("variants", "refused", "config_checks", "phases", "note")  # not of specs that extend it
+_OWN = ("variants", "refused", "config_checks", "phases", "note", "sdpa")  # not of specs that extend it
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 _PLACES = ("after", "before", "beside")

@@ -146,6 +146,7 @@ class Spec(Value):
     note: str = ""  # printed with every result
     phases: tuple[str, ...] = ()  # those that it describes; none named: all that its ops allow
     nulls: Mapping[str, object] = MappingProxyType({})  # config key -> what HF's code takes its null for
+    has_sdpa: bool = True  # HF's class takes PyTorch's SDPA
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -209,6 +210,7 @@ def read_spec(path: str) -> Spec:
         nulls=tables.get("nulls", {}),
         note=str(tables.get("note", "")),
         phases=tuple(tables.get("phases", ())),
+        has_sdpa=tables.get("sdpa", True),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
@@ -225,6 +227,8 @@ def _check_tables(tables: Table, path: str) -> None:
     phases = tables.get("phases", [])
     if not is_names(phases) or not set(phases) <= set(PHASES):
         raise SpecError(f"{path}: phases must be a list of {', '.join(PHASES)}")
+    if not isinstance(tables.get("sdpa", True), bool):
+        raise SpecError(f"{path}: sdpa must be true or false, not {format_value(tables['sdpa'])}")
     if not is_names(list(tables.get("refused", {}).values())):
         raise SpecError(f"{path}: [refused] must map classes to reasons")
 

@@ -19,7 +19,6 @@ from flopcalc.core.model.ops import Attend, Chain, Dropout, Norm, Op, Pointwise,
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.operators import Operator, Operators, SavedTensor
-from flopcalc.prediction.recordings import load_file
 from flopcalc.prediction.tensor_parallel import count_chains, list_wide_saved
 
 __all__ = ["FLOAT", "SplitBytes", "Kind", "Part", "Step", "list_kinds"]
@@ -117,7 +116,7 @@ class Step:
         self.is_fused = execution == "fused"
         self.expert_imbalance = expert_imbalance  # rows that experts get over the mean
         self.is_light = is_light and self.is_fused  # what norms and activation functions make is made again
-        is_eager = attention == "eager" or (not self.is_fused and not has_sdpa(estimator))
+        is_eager = attention == "eager" or (not self.is_fused and not estimator.spec.has_sdpa)
         self.attention = "eager" if is_eager else "sdpa"
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
         self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
@@ -528,12 +527,6 @@ class Step:
 
 def _list_ops(block: Block) -> list[Op]:
     return [row.op for row in block.rows]
-
-
-def has_sdpa(estimator: Estimator) -> bool:
-    """Whether HF's model takes SDPA: those recorded with eager attention alone do not."""
-    recorded = load_file(str(estimator.source.config["model_type"]))
-    return recorded is None or any(key.split()[0] == "sdpa" for key in recorded["saved"])
 
 
 def _find_last_call(load: Workload) -> Workload:

@@ -16,7 +16,7 @@ from flopcalc.core.model.ops import Chain, Op, Stage
 from flopcalc.core.spec.spec import Spec, keeps_keys, load_spec
 from flopcalc.core.workload.sums import Expression
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.prediction.execution_options import describe_key_heads
+from flopcalc.prediction.execution_options import describe_inferred
 
 PRESETS = [name for name, path in MODELS.items() if "alias" not in load_toml(path)]
 # Config keys that say how many heads of keys and values a layer has, by hand: the first that is there counts.
@@ -210,11 +210,11 @@ def test_key_heads_from_the_widths_of_the_projections(tmp_path: Path, projection
         f"mine.toml says no kv_heads for attn: {kv_heads} were inferred from the widths of its projections; "
         "add kv_heads to the spec"
     )
-    assert describe_key_heads(bound) == [note]
+    assert describe_inferred(bound) == [note]
     said = tmp_path / "said" / "mine.toml"
     said.parent.mkdir()
     said.write_text(f"{HEAD}ops = [{projections}, {attend.replace('qk', f'kv_heads = {kv_heads}, qk')}]\n")
-    assert describe_key_heads(bind(config, spec=said)) == []
+    assert describe_inferred(bind(config, spec=said)) == []
 
 
 def test_predict_and_plan_say_that_key_heads_were_inferred(tmp_path: Path) -> None:
