@@ -42,8 +42,8 @@ class CallMedia(Media, total=False):
     parts: Iterable[str] | str | None
 
 
-_SAMPLED = ("videos", "text", "sampling_steps", "guidance", "parts")
-_UNCUT = (*_SAMPLED, "audio", "images")  # what make_workload does not take
+_SAMPLED = frozenset(("videos", "text", "sampling_steps", "guidance", "parts"))
+_UNCUT = _SAMPLED | {"audio", "images"}  # what make_workload does not take
 
 
 class Identity(NamedTuple):
@@ -104,14 +104,16 @@ class Estimator(Protocol):
         the same in patches; `audio` is in seconds, `clips` the same in frames of the model's feature extractor.
         """
         notes: tuple[str, ...] = ()
-        check_no_sampling(self.source.name, phase, **{name: value for name, value in media.items() if name in _SAMPLED})
+        is_plain = _UNCUT.isdisjoint(media)  # grids and clips as they are: a training loop calls this at every step
+        sampled = {} if is_plain else {name: value for name, value in media.items() if name in _SAMPLED}
+        check_no_sampling(self.source.name, phase, **sampled)
         if batch is not None:
             others = (seq_len, lengths, context, decoder_seq_len, *media.values())
             if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
                 raise WorkloadError("batch already says sizes, lengths and images: give it alone")
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
         audio, images = media.get("audio"), media.get("images")
-        sizes = cast("Media", {name: value for name, value in media.items() if name not in _UNCUT} if media else media)
+        sizes = cast("Media", media if is_plain else {name: each for name, each in media.items() if name not in _UNCUT})
         if audio is not None:
             clips = media.get("clips")
             sizes["clips"] = [*(check_items(clips, "clips") if clips is not None else ()), *self.count_frames(audio)]

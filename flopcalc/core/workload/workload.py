@@ -184,11 +184,10 @@ def make_workload(
 def _read_media(
     image_grid_thw: object = None, video_grid_thw: object = None, clips: Iterable[int] | None = None
 ) -> tuple[tuple[Grid, ...], tuple[Grid, ...], tuple[int, ...]]:
-    return (
-        read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else (),
-        read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else (),
-        tuple(check_size(each, "clips") for each in check_items(clips, "clips")) if clips is not None else (),
-    )
+    grids = () if image_grid_thw is None else read_grids(image_grid_thw, "image_grid_thw")
+    videos = () if video_grid_thw is None else read_grids(video_grid_thw, "video_grid_thw")
+    frames = () if clips is None else tuple(check_size(each, "clips") for each in check_items(clips, "clips"))
+    return grids, videos, frames
 
 
 def check_workload_alone(workload: object, others: Mapping[str, object]) -> Workload:
