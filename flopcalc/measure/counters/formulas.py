@@ -80,7 +80,7 @@ def _solve_triangular(shapes: Shapes, _values: Values) -> int:
     Sum of 2·i·k over i < n. Divisions by the diagonal are neither a multiply nor an add.
     """
     a, b = shapes[0], shapes[1]
-    batch = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))  # type: ignore[no-untyped-call]
+    batch: Sequence[int] = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))  # type: ignore[no-untyped-call]
     return (a[-1] - 1) * prod(batch) * prod(b[-2:])
 
 
