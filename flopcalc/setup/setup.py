@@ -155,8 +155,9 @@ def _check_taken(command: Command, name: str, fields: Mapping[str, Field]) -> No
     if name in FIELDS:
         raise WorkloadError(explain_refusal(command, name))
     known = [spell(each) for each in fields]
-    near = format_nearest(spell(name), known)
-    raise WorkloadError(f"{spell(name)} is no keyword of {command}.{near} Known: {', '.join(known)}")
+    raise WorkloadError(
+        f"{spell(name)} is no keyword of {command}.{format_nearest(spell(name), known)} Known: {', '.join(known)}"
+    )
 
 
 def explain_refusal(command: str, name: str) -> str:

@@ -200,14 +200,13 @@ def write_lines(page: Page, what: str, op: str = "") -> dict[str, str]:
     words, pieces = ["flopcalc", command, name_model(page)], [repr(name_model(page))]
     many = f" * {page.fields['batch']}" if page.fields.get("batch", "1") not in ("", "1") and command != "plan" else ""
     for name, value in given.items():
-        keyword = KEYWORDS.get(name, name)
         if value is True:
             words.append(spell_option(name, ""))
         for each in () if value is True else (value,) if isinstance(value, str) else value:
             words += [spell_option(name, ""), each]
         shown = list(value) if isinstance(value, tuple) else int(value) if str(value).isdigit() else value
         if command != "estimate" or name not in BESIDE:
-            pieces.append(f"{keyword}={shown!r}{many if name in _OF_BATCH else ''}")
+            pieces.append(f"{KEYWORDS.get(name, name)}={shown!r}{many if name in _OF_BATCH else ''}")
     words += (
         [spell_option("memory", "")] if what == "memory" else [spell_option("op", ""), op] if what == "explain" else []
     )
