@@ -9,7 +9,7 @@ import os
 from functools import cache
 from typing import Any
 
-from flopcalc.base.errors import FlopcalcError, SpecError
+from flopcalc.base.errors import FlopcalcError, SpecError, format_value
 from flopcalc.base.files import (
     MAX_JSON_BYTES,
     MAX_TOML_BYTES,
@@ -85,7 +85,7 @@ def load_toml(path: str) -> dict[str, Any]:
 
 
 def read_table(path: str, what: str, extra: str, error: type[FlopcalcError], is_unique: bool = False) -> Any:
-    """The value of a YAML, TOML or JSON file with settings; `extra` installs PyYAML."""
+    """The mapping in a YAML, TOML or JSON file with settings; `extra` installs PyYAML."""
     ending = os.path.splitext(path)[1].lower()
     if ending not in _LIMITS:
         raise error(f"{path}: {what} is a {', '.join(_LIMITS)} file")
@@ -96,7 +96,7 @@ def read_table(path: str, what: str, extra: str, error: type[FlopcalcError], is_
         elif ending == ".json":
             found = parse_json(text, is_unique) if text.strip() else None
         else:
-            return parse_yaml(text, is_unique)
+            found = parse_yaml(text, is_unique)
         check_entries(found)
     except ImportError:
         install = describe_install(extra)
@@ -104,7 +104,9 @@ def read_table(path: str, what: str, extra: str, error: type[FlopcalcError], is_
     except (ValueError, RecursionError) as problem:
         kind = "not valid JSON: " if ending == ".json" and type(problem) is not ValueError else ""
         raise error(f"{path}: {kind}{' '.join(str(problem).split())[:200]}") from None
-    return found
+    if found is not None and not isinstance(found, dict):
+        raise error(f"{path}: holds {format_value(found)}, not a mapping of settings")
+    return found or {}
 
 
 def describe_install(extra: str) -> str:

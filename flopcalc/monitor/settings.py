@@ -314,9 +314,4 @@ def _read(config: object) -> tuple[str, Mapping[Any, Any]]:
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"config must be a mapping or the path of a .yaml, .json or .toml file, not {config!r:.60}")
     path = read_path(config, "config", ConfigError)
-    content = read_table(path, "a monitor's config", "monitor", ConfigError, is_unique=True)
-    if content is None:
-        content = {}
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{path}: must hold sections of keys at the top, not {format_value(content)}")
-    return path, content
+    return path, read_table(path, "a monitor's config", "monitor", ConfigError, is_unique=True)

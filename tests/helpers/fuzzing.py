@@ -507,6 +507,7 @@ KINDS: dict[str, tuple[Draw, int]] = {
 # --- The long run -----------------------------------------------------------------------------------------------------
 def run_long(minutes: float, kinds: Sequence[str], seed: int) -> int:
     """Draw and run cases for so long; what is found goes into the corpus. How many were found."""
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     found = 0
@@ -524,7 +525,6 @@ def run_long(minutes: float, kinds: Sequence[str], seed: int) -> int:
     shown = ", ".join(f"{kind} {count:,}" for kind, count in sorted(counts.items()))
     print(f"{counts.total():,} cases in {minutes:g} minutes, seed {seed}: {found} found ({shown})")
     if set(kinds) == set(KINDS):
-        commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         row = f"| {datetime.now(UTC).date()} | {minutes:g} | `{commit.stdout.strip()}` | {counts.total():,} | {found} |"
         PROOF.write_text(LAST_LONG_RUN.sub(row, PROOF.read_text(encoding="utf-8")), encoding="utf-8")
     return found

@@ -78,6 +78,29 @@ def test_close_digests_what_is_left_and_ends_every_thread(
     assert set(threading.enumerate()) <= threads
 
 
+def test_threads_that_take_turns_are_said_once_and_no_time_is_negative(tmp_path: Path) -> None:
+    monitor = TrainingMonitor(tmp_path, CONFIG, model=MODEL)
+
+    def log(step: int) -> None:
+        monitor.log_step(step, 0, 1.0, None, 1e-3, attention_mask=[[1] * 8])
+
+    for step in (1, 2):  # a loop may move to another thread
+        thread = threading.Thread(target=log, args=(step,))
+        thread.start()
+        thread.join()
+    log(3)
+    thread = threading.Thread(target=log, args=(4,))
+    thread.start()
+    thread.join()
+    with pytest.warns(RuntimeWarning, match="steps of several threads are counted as those of one loop") as said:
+        log(5)
+    monitor.close()
+    assert len([each for each in said if "several threads" in str(each.message)]) == 1
+    records = read_log(tmp_path / "flopcalc.jsonl")
+    assert [record["global_step"] for record in records] == [1, 2, 3, 4, 5]
+    assert all(record["perf/step_time"] is None or record["perf/step_time"] > 0 for record in records)
+
+
 def test_too_many_steps_for_the_worker_are_counted_as_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_POLL_S", 3600.0)
     monkeypatch.setattr(digest, "_MOST_ENTRIES", 10)

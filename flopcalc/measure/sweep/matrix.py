@@ -152,19 +152,12 @@ def load_matrix(source: str | os.PathLike[str] | Mapping[str, Any], **overrides:
         found, where = dict(source), ""
     else:
         path = read_path(source, "a matrix", SweepError)
-        found = _read_file(path)
+        found = read_table(path, "a matrix", "launch", SweepError)
         where = f"{path}{' and the options given' if overrides else ''}: "
     try:
         return make_matrix(**{**found, **overrides})
     except FlopcalcError as error:
         raise SweepError(f"{where}{error}") from None
-
-
-def _read_file(path: str) -> Json:
-    data = read_table(path, "a matrix", "launch", SweepError)
-    if not isinstance(data, dict):
-        raise SweepError(f"{path}: holds a {type(data).__name__}, not an object of lists and settings")
-    return data
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def read_launch(launch: Any) -> Launch:
     settings = LaunchSettings()
     frameworks, unknown = [], []
     for path in names:
-        values = _flatten(_load(path))
+        values = _flatten(read_table(path, "a launch file", "launch", ConfigError))
         table = _detect(values, path)
         settings.add_file(os.path.basename(path), table["name"])
         frameworks.append(str(table["name"]))
@@ -132,14 +132,6 @@ def _shorten(value: object) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{key}={_shorten(each)}" for key, each in value.items())
     return "+".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _load(path: str) -> dict[str, Any]:
-    """A mapping from a TOML, JSON or YAML file."""
-    found = read_table(path, "a launch file", "launch", ConfigError)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: holds {format_value(found)}, not a mapping of settings")
-    return found
 
 
 def _flatten(values: Mapping[Any, object], before: str = "") -> dict[str, Any]:

@@ -161,7 +161,7 @@ def test_errors_say_what_was_read_and_what_to_do(changes: dict[str, Any], messag
         ("no.json", None, "no.json: cannot be read: No such file"),
         ("no.toml", None, "no.toml: cannot be read: No such file"),
         ("a.json", "{", "a.json: not valid JSON"),
-        ("a.json", "[]", "a.json: holds a list, not an object"),
+        ("a.json", "[]", "a.json: holds [], not a mapping of settings"),
         ("a.toml", "[", "a.toml: not valid TOML"),
         ("a.json", '{"seq_lens": [0]}', "a.json: "),
     ],
