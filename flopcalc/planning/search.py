@@ -123,7 +123,7 @@ def search_layouts(
         global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
         rate, _name_evidence(runner), tuple(said),
         FrozenRows(Point(step.seconds, peak, layout) for layout, step, peak in ranked), execution, optimizer,
-        _find_help(best[0], losers), estimator.routing and str(estimator.routing),
+        _find_help(best[0], losers), estimator.routing_name,
     )  # fmt: skip
 
 

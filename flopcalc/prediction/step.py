@@ -312,7 +312,6 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
     events = tuple(clock.list_events(*pace)) if settings.has_events else ()
     share: dict[str, Any] = {"device": machine.device.id}
     whole = seconds.mid + settings.pause_s
-    routing = estimate.terms[0].estimator.routing
     return Prediction(
         seconds,
         bound,
@@ -334,7 +333,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         workload=estimate.describe(),
         events=events,
         global_batch=estimate.global_batch,
-        routing=routing and str(routing),
+        routing=estimate.terms[0].estimator.routing_name,
     )
 
 

@@ -332,7 +332,7 @@ class Estimate(Value):
             "recipe": estimator.recipe.to_dict(),
             "convention": self.convention,
             "attention_kernel": self.attention_kernel,
-            "routing": estimator.routing and str(estimator.routing),
+            "routing": estimator.routing_name,
             "flops": {
                 "forward": self.forward,
                 "backward": self.backward,

@@ -174,8 +174,13 @@ class Estimator(Protocol):
         """How its routers deal rows out to experts; None for a model without experts."""
         return (self.asked_routing or EVEN) if list_routed(self.stages) else None
 
+    @property
+    def routing_name(self) -> str | None:
+        """The same in words, for results."""
+        return None if self.routing is None else str(self.routing)
+
     def find_routing(self, block: Block) -> Routing:
-        """The same for a block's layers."""
+        """The routing of a block's layers."""
         routing = self.asked_routing or EVEN
         if len(routing.rows) < 2 or block.layers is None:
             return routing

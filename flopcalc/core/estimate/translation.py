@@ -138,7 +138,7 @@ def translate_estimate(
     kind, estimator = str(dtype), estimate.terms[0].estimator
     return Translation(
         estimator.source.name, estimate.describe(), best, is_fit, pace, gpus, name, kind, rate,
-        tuple(rows), tuple(notes), estimator.routing and str(estimator.routing),
+        tuple(rows), tuple(notes), estimator.routing_name,
     )  # fmt: skip
 
 
