@@ -18,7 +18,7 @@ from flopcalc.core.spec.spec import Spec, load_spec
 from lab import truth
 from lab.spec_keys import infer_keys, write_key
 
-__all__ = ["Step", "ship"]
+__all__ = ["Step", "ship", "write_keys"]
 
 
 class Step(NamedTuple):
@@ -41,7 +41,7 @@ def ship(name: str, *, check: bool = False) -> Iterator[Step]:
         yield step
         if step.state != "done":
             return
-    yield _write_keys(name, check)
+    yield write_keys(name, check or truth.is_recorded(name, folder))  # once: a shipped spec has its keys
     yield _turn_flags(name)
     yield _record(name, folder, check)
     yield _record_operators(name, spec, check)
@@ -124,7 +124,7 @@ def _compare(name: str, _: Spec) -> Step:
     return Step("rows", "done", f"{cases} cases equal what HF's model executes")
 
 
-def _write_keys(name: str, check: bool) -> Step:
+def write_keys(name: str, check: bool) -> Step:
     """Keys that the sizes of the examples suggest, written into those ops of the spec's own file that say none."""
     path, example = str(find_data_file("specs", name)), str(find_data_file("examples", name))
     other = infer_keys(name, example)

@@ -54,8 +54,8 @@ def _infer(ops: Sequence[Op], place: int, width: int, has_experts: bool) -> Iter
         if has_experts:
             yield "shared", str(op.is_shared), str(bool(_SHARED.search(op.name)))
     elif isinstance(op, Norm):
-        said, over = op.over or op.size, infer_over(ops, place, width)
-        yield "over", *("its weight" if size == op.size else "all" for size in (said, over))
+        over = infer_over(ops, place, width)
+        yield "over", "all" if op.over > op.size else "its weight", "all" if over > op.size else "its weight"
     elif isinstance(op, Pointwise):
         yield "gate", op.gate or "plain", infer_gate(ops, place)
 

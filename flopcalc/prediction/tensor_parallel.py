@@ -43,10 +43,11 @@ def find_sides(ops: Sequence[Op]) -> dict[Op, TensorSplit]:
 def _find_side(op: Linear, core: Attend | None) -> TensorSplit:
     if op.split in ("row", "whole"):
         return TensorSplit(op.split)
-    if op.split is None or op.split == "column" or core is None or core.kv_heads == core.heads:
-        return TensorSplit("column")
-    kv = op.n_out if op.split == "keys" else core.kv_heads * (core.qk + core.v)
-    return TensorSplit("column", kv, core.kv_heads)
+    if core is not None and op.split == "fused":
+        return TensorSplit("column", core.kv_heads * (core.qk + core.v), core.kv_heads)
+    if core is not None and op.split == "keys" and core.kv_heads < core.heads:
+        return TensorSplit("column", op.n_out, core.kv_heads)
+    return TensorSplit("column")  # as many heads of keys as of queries are cut like them
 
 
 def list_wide(estimator: Estimator) -> set[str]:

@@ -271,3 +271,19 @@ def test_sizes_tell_a_wrong_key_and_it_is_written_into_the_text(tmp_path: Path) 
     assert path.read_text() == text.replace(OUT, OUT.replace(" }", ', split = "row" }'))
     assert write_key(path, "linear", "o", "split", '"row"') == 0  # it says one already
     assert any(isinstance(op, Attend) for op in iterate(stages[0].layers[0]))
+
+
+def test_add_writes_what_sizes_suggest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from lab.add import write_keys
+
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    ops = """{ op = "linear", name = "up", in = 48, out = 96, part = "mlp" },
+  { op = "linear", name = "down", in = 96, out = 48, part = "mlp" }"""
+    for folder, text in (("specs", f"{HEAD.replace('DIM', 'd')}ops = [{ops}]\n"), ("examples", "[[configs]]\nh = 6\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.toml").write_text(text)
+    words = "the spec says otherwise than sizes suggest: split row of down"
+    assert write_keys("mine", True) == ("keys", "done", words)
+    assert write_keys("mine", False) == ("keys", "left", "read the diff: sizes suggest split of down")
+    assert ', part = "mlp", split = "row" }]' in (tmp_path / "specs" / "mine.toml").read_text()

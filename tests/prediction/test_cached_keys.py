@@ -135,6 +135,6 @@ def test_how_tensor_parallelism_cuts_projections(model: str, sides: dict[str, tu
 
     estimator = bind(model)
     stage = next(stage for stage in estimator.stages if stage.repeated)
-    found = find_sides(list(iterate(stage.layers[-1]))(estimator)[stage.path])
+    found = find_sides(list(iterate(stage.layers[-1])))
     named = {op.name.rpartition(".")[2]: tuple(sided) for op, sided in found.items()}
     assert {name: named[name] for name in sides} == sides
