@@ -6,24 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.errors import SpecError, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
+from flopcalc.hardware.tiles import TABLES
+from flopcalc.prediction.kernels.defaults import DeviceDefaults, load_defaults, make_form
 
 Mode = Literal["train", "forward"]  # with gradients or without
 HostPhase = Literal["train", "forward", "decode"]
 FOLDER = "predictors"
 SCHEMA, HOST_SCHEMA = 4, 1
-# A host's speed also changes between a calibration and the step, and types of models follow the probe only roughly:
-# relative half width that is added to what the rounds of one calibration show.
-_DRIFT = 0.1
-# Hosts of other machines follow the probe less than in proportion (to this power): of 32 host-bound steps on machines
-# other than the calibrated one (benchmarks/results: blind_steps, blind_steps_2, host_steps) the median error is 5.1 %
-# with it and 7.1 % in proportion. On the calibrated machine itself, whose speed changes with time, steps follow fully.
-FOLLOWS = 0.75
 
 
 class Provenance(TypedDict):
@@ -51,6 +46,7 @@ class PlainProducts(TypedDict):
 
     shape: list[float]
     unaligned: dict[str, dict[str, float]]  # step of the widths -> direction -> how many times longer
+    tiles: str  # the table of tiles (model_specs/tiles) that shape and residuals go with; older files have none
     residuals: list[tuple[str, float, float, float, float]]  # direction, m, n, k, measured over predicted
 
 
@@ -111,6 +107,7 @@ class Constants(KernelConstants):
     error: dict[str, float]
     host: HostConstants
     probe_s: dict[str, float]
+    fitted: NotRequired[dict[str, Any]]  # in place of some of defaults.json
     is_own: NotRequired[bool]  # measured on this very machine
     own_host: NotRequired[OwnHost]
 
@@ -146,6 +143,7 @@ _FORM = {
     "products": {
         "shape": (*(POSITIVE,) * 8, FROM_1),
         "residuals": [(str, FROM_1, FROM_1, FROM_1, POSITIVE)],
+        "tiles?": Rule(str, lambda name: name in ("", *TABLES), "is no table of tiles"),
         "unaligned": Each(Each(POSITIVE), names="[1-9][0-9]*"),
         "grouped": dict.fromkeys(("forward", "dgrad", "wgrad"), (POSITIVE,) * 6),
         "patches?": Each(_LINE),
@@ -206,7 +204,7 @@ def _read_predictor(folder: str, device_id: str) -> Constants | None:
         data = read_json(path, MAX_JSON_BYTES, SpecError)
     except SpecError as error:
         raise SpecError(f"{error}; `flopcalc calibrate --predictor` makes it again") from None
-    if fault := _find_fault(data, SCHEMA, _FORM):
+    if fault := _find_fault(data, SCHEMA, {**_FORM, "fitted?": make_form()}):
         raise SpecError(f"{path}: {fault}; `flopcalc calibrate --predictor` makes it again")
     found: Constants = data
     measured = found["provenance"]["device_id"]
@@ -216,6 +214,11 @@ def _read_predictor(folder: str, device_id: str) -> Constants | None:
             f"calibrate --predictor` on {device_id!r}"
         )
     return found
+
+
+def find_fitted(constants: Constants) -> DeviceDefaults:
+    """The fitted numbers of a device: those of its own file, else the defaults."""
+    return load_defaults().device._replace(**constants.get("fitted", {}))
 
 
 def _find_fault(data: object, schema: int, form: dict[str, object]) -> str:
@@ -241,10 +244,14 @@ def load_host(device_id: str) -> MeasuredHost | None:
 
 
 def adapt_host(constants: Constants, host: MeasuredHost) -> Constants:
-    """Constants whose host's times are those of another host."""
-    probes = host["probe_s"]
-    train: float = (probes["train"]["mid_s"] / constants["probe_s"]["train"]) ** FOLLOWS
-    forward: float = (probes["forward"]["mid_s"] / constants["probe_s"]["forward"]) ** FOLLOWS
+    """Constants whose host's times are those of another host.
+
+    Hosts of other machines follow the probe less than in proportion. On the calibrated machine itself, whose speed
+    changes with time, steps follow fully.
+    """
+    probes, fitted = host["probe_s"], find_fitted(constants)
+    train: float = (probes["train"]["mid_s"] / constants["probe_s"]["train"]) ** fitted.host_follows
+    forward: float = (probes["forward"]["mid_s"] / constants["probe_s"]["forward"]) ** fitted.host_follows
 
     compiled = constants["compiled"]
     spread = max((edge["high_s"] - edge["low_s"]) / 2 / edge["mid_s"] for edge in probes.values())
@@ -256,7 +263,7 @@ def adapt_host(constants: Constants, host: MeasuredHost) -> Constants:
         "own_host": {
             "train": train,
             "forward": forward,
-            "spread": spread + _DRIFT,
+            "spread": spread + fitted.interval["host_drift"],
             "date": host["provenance"]["date"],
         },
     }

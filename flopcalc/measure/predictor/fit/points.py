@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from flopcalc.hardware.tiles import ProductSize
+from flopcalc.measure.operator_kinds import classify
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import MIN_ROWS_PER_EXPERT, SINGLE_CALL_WEIGHT
+from flopcalc.prediction.kernels.memory_bound import find_size
 from flopcalc.prediction.moe_versions import MASKED
-from flopcalc.prediction.operator_kinds import classify, find_size
 from flopcalc.prediction.work import Work
 
 _DTYPE_BYTES = {
@@ -53,6 +55,10 @@ class ProductPoint(NamedTuple):
     seconds: float
     calls: int
 
+    @property
+    def size(self) -> ProductSize:
+        return ProductSize(*self[:4])
+
 
 class GroupedPoint(NamedTuple):
     """Products of all experts in one call, m rows in all."""
@@ -63,6 +69,10 @@ class GroupedPoint(NamedTuple):
     n: int
     k: int
     seconds: float
+
+    @property
+    def size(self) -> ProductSize:
+        return ProductSize(self.direction, self.m, self.n, self.k, self.experts)
 
 
 class AttentionPoint(NamedTuple):
