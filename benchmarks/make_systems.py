@@ -24,7 +24,7 @@ from flopcalc.hardware.devices import find_device
 from flopcalc.measure.predictor.fit.points import ProductPoint
 from flopcalc.measure.predictor.fit.products import ProductTable
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits
-from flopcalc.prediction.kernels.machine import ProductShape
+from flopcalc.prediction.kernels.products import ProductShape
 
 SOURCE = "ai-dynamo/aiconfigurator:systems/data@095f58a51c4ca8e61b66ec108d86f223f8d559ce"
 LICENCE = "Apache-2.0"
@@ -45,7 +45,7 @@ FORMATS = {"bf16": "bfloat16", "fp8": "fp8", "nvfp4": "nvfp4"}
 BLOCKS = ("b200-sxm", "b300-sxm", "gb200", "gb300")
 MIN_ROWS = 256  # of a product: what training and prefill run
 LONG_MS = 0.5  # calls of attention from here on show the rate that long ones keep up
-START = ProductShape(half=0.95, quarter=0.8, eighth=0.7)
+START = ProductShape.usual()._replace(half=0.95, quarter=0.8, eighth=0.7)
 LEAST, MOST = (0.7, 0.5, 0.4), (1.0, 1.0, 1.0)  # of half, quarter, eighth
 # Share of these bursts' rate that products keep up in a step, by number format, chosen by published runs. A100 and
 # H100: about 0.85 and 0.72 of the published peak. Blackwell in bf16: 0.48 of a B200's 2,250 TFLOP/s, which Megatron's

@@ -249,6 +249,7 @@ def refit(profiles: Path, out: Path) -> None:
     import host_types
     import single_calls
 
+    from flopcalc.hardware.tables import find_table, load_table
     from flopcalc.measure.predictor import runs
     from flopcalc.measure.predictor.fit.predictor import fit_again, save_predictor
     from flopcalc.prediction.kernels.constants import load_shipped
@@ -259,7 +260,9 @@ def refit(profiles: Path, out: Path) -> None:
     assert constants is not None
     others = host_types.read_steps(RESULTS / "host_types.json")
     calls, elsewhere = single_calls.read_calls(), steps.read_steps()
-    found = fit_again(constants, _read(profiles)["cases"], runs.get_config, others, calls, elsewhere)
+    path = find_table(MEASURED_ON, "gemm")
+    gemm = load_table(path).records() if path else []
+    found = fit_again(constants, _read(profiles)["cases"], runs.get_config, others, calls, elsewhere, gemm)
     save_predictor(str(out), found)
 
 

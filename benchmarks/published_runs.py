@@ -1,9 +1,9 @@
 """Predicts the step times of published training runs from their papers' settings, beside what was printed.
 
 Protocol. Sources in alphabetical order; every second one (the first, third, …) may be used to choose the constants of
-flopcalc/planning/plan.py (OVERHEAD, CONTENTION and the widths of the interval), the others are only predicted. The
-split is by source and not by run, since the runs of one source share a framework and a machine. Devices that only
-these runs have stand in benchmarks/data/machines.
+model_specs/predictors/defaults.json (planning: overhead, contention, widths of the interval), the others are only
+predicted. The split is by source and not by run, since the runs of one source share a framework and a machine. Devices
+that only these runs have are in benchmarks/data/machines.
 
     python benchmarks/published_runs.py --out benchmarks/results/published_runs.json --page docs/planning.md
 """
@@ -24,7 +24,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.planning.layout import Layout, find_problem
 from flopcalc.planning.network import find_interconnect
 from flopcalc.planning.seconds import PARTS, Overlaps
-from flopcalc.planning.step import PUBLISHED_ERROR, LayoutTimer
+from flopcalc.planning.step import LayoutTimer
 
 HERE = Path(__file__).parent
 MACHINES = HERE / "data" / "machines"  # a user's own data: devices of these runs that the shipped table does not have
@@ -54,7 +54,9 @@ def predict_run(run: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
         attention_kernel=run.get("attention_kernel", "auto"), overlaps=Overlaps(**{**usual, **run.get("overlaps", {})}),
     )  # fmt: skip
     if (MACHINES / "systems" / f"{run['device']}.json").is_file():
-        runner.most_error = PUBLISHED_ERROR  # as narrow an interval as the checked device with the same die has
+        runner.most_error = (
+            runner.fitted.published_error
+        )  # as narrow an interval as the checked device with the same die has
     layout = choose_layout(run, runner)
     step = runner.time(layout)
     memory = runner.count_memory(layout)

@@ -22,17 +22,17 @@ from flopcalc.base.errors import SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromZero, Keys, Positive, Rule, find_fault
 from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
-from flopcalc.hardware.routing import Routing
+from flopcalc.hardware.routing import EVEN, Routing
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
+TABLES = ("hopper",)  # files of model_specs/tiles
 DIRECTIONS: tuple[ProductDirection, ...] = get_args(ProductDirection)
 ROUND_ROWS = (32, 64, 128)  # batches of a multiple of these rows, and of no larger one of them, get other kernels
 _ROUND = tuple(f"{direction}-{rows}" for direction in ("forward", "dgrad") for rows in ROUND_ROWS)
 SPLIT_PARTS = (2, 3, 4, 5, 6, 8, 11, 16)  # that a product's depth may be split into
 _DEPTH = 64  # k comes in steps
 _UNITS = 132  # processors
-_ALIGNED = 8  # widths that are no multiple run older kernels, with tiles and steps of their own
-_OLD_TILE, _OLD_DEPTH = (256, 128), 32
+ALIGNED = 8  # widths that are no multiple run older kernels, with tiles and steps of their own
 # Outputs and inputs of a layer -> elements of its weight's gradient with their padding (blind_pieces.json).
 GRADIENTS: dict[tuple[int, int], int] = {
     (768, 2304): 768 * 2464, (896, 896): 896 * 1024, (896, 4864): 960 * 4992, (4864, 896): 960 * 4992,
@@ -44,7 +44,7 @@ GRADIENTS: dict[tuple[int, int], int] = {
         (10240, 2560), (14336, 4096), (16384, 3072),
     )},
 }  # fmt: skip
-_GROUPED = 256  # rows and columns of the grouped product's tiles
+GROUP_SIDE = 256  # rows and columns of the grouped product's tiles
 _FEW, _FEW_TILE = 128, 128  # up to so many rows an expert, the tiles are smaller
 _BLOCK = 128  # of attention, in both sides
 UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as the measured one between 64 and 128 is
@@ -86,28 +86,28 @@ class Choices(NamedTuple):
     split_start: float  # more, where the depth is split
     split_part: float  # and for each part
 
-    def spend(self, tile: Tile, rows: int, columns: int, steps: int, parts: int = 1) -> float:
-        """What a product costs with a tile, its depth in parts."""
-        clusters = parts * -(-rows // tile.cluster_rows) * -(-columns // tile.cluster_columns) / tile.at_once
-        single = parts * -(-rows // tile.rows) * -(-columns // tile.columns) / _UNITS
-        whole = math.ceil(clusters) * (1 - tile.loose) + math.ceil(single) * tile.loose
-        part = clusters * (1 - tile.loose) + single * tile.loose
-        turns = whole * (1 - tile.smooth) + part * tile.smooth
-        deep = -(-steps // parts)
-        start = self.start + (self.split_start + parts * self.split_part if parts > 1 else 0.0)
-        return (turns * (tile.pace * deep + tile.end) + start) * math.exp(tile.slope * math.log(deep))
-
-    def choose(self, rows: int, columns: int, steps: int) -> Tile:
-        """The tile that would end first."""
-        costs = [(self.spend(tile, rows, columns, steps), tile) for tile in self.tiles]
-        costs += [
-            (min(self.spend(tile, rows, columns, steps, parts) for parts in SPLIT_PARTS), tile) for tile in self.splits
-        ]
-        return min(costs)[1]
+    def choose(self, rows: int, columns: int, steps: int) -> tuple[Tile, int]:
+        """The tile that would end first, and into how many parts it splits the depth."""
+        best, least = (self.tiles[0], 1), math.inf
+        for parts in (1, *SPLIT_PARTS):
+            deep = -(-steps // parts)
+            bend = math.log(deep)
+            start = self.start + (self.split_start + parts * self.split_part if parts > 1 else 0.0)
+            for tile in self.tiles if parts == 1 else self.splits:
+                high, wide, all_high, all_wide, at_once, pace, end, slope, smooth, loose = tile
+                clusters = parts * -(-rows // all_high) * -(-columns // all_wide) / at_once
+                single = parts * -(-rows // high) * -(-columns // wide) / _UNITS
+                whole = math.ceil(clusters) * (1 - loose) + math.ceil(single) * loose
+                part = clusters * (1 - loose) + single * loose
+                turns = whole * (1 - smooth) + part * smooth
+                cost = (turns * (pace * deep + end) + start) * math.exp(slope * bend)
+                if cost < least or (cost == least and (tile, parts) < best):
+                    best, least = (tile, parts), cost
+        return best
 
 
 @cache
-def load_choices(kind: str = "hopper") -> dict[str, Choices]:
+def load_choices(kind: str) -> dict[str, Choices]:
     """Direction, with -64 for batches of a multiple of 64 rows -> the tiles that cuBLAS takes on GPUs of a kind."""
     path = os.path.join(find_data_dir(), "tiles", f"{kind}.json")
     data = read_json(path, MAX_JSON_BYTES, SpecError)
@@ -129,6 +129,11 @@ def load_choices(kind: str = "hopper") -> dict[str, Choices]:
     return found
 
 
+def find_tiles(device_id: str) -> str:
+    """The table of the tiles that a device's kernels have; nothing where none was made."""
+    return "hopper" if device_id.startswith(MODELLED) else ""
+
+
 def pad(size: int, step: int) -> int:
     """The next multiple."""
     return -(-size // step) * step
@@ -139,34 +144,79 @@ def find_round(rows: int) -> int:
     return max((step for step in ROUND_ROWS if rows % step == 0), default=0)
 
 
-@lru_cache(maxsize=4096)
-def _count_product(direction: ProductDirection, rows: int, columns: int, depth: int) -> int:
-    """Executed FLOPs of (rows, depth) by (depth, columns)."""
-    step = find_round(columns) if direction != "wgrad" else 0
-    name = f"{direction}-{step}" if step else direction
-    steps = -(-depth // _DEPTH)
-    best = load_choices()[name].choose(rows, columns, steps)
-    return 2 * pad(rows, best.cluster_rows) * pad(columns, best.cluster_columns) * steps * _DEPTH
+class ChosenTile(NamedTuple):
+    """The tile that a product gets: its executed FLOPs and its seconds both follow from it."""
+
+    rows: int
+    columns: int
+    cluster_rows: int  # whole clusters of tiles are computed
+    cluster_columns: int
+    depth: int  # in steps of this
+    parts: int = 1  # that the depth is split into
+
+    @property
+    def area(self) -> int:
+        return self.rows * self.columns
+
+    def count_tiles(self, rows: int, columns: int) -> int:
+        """Tiles of a product."""
+        return pad(rows, self.cluster_rows) * pad(columns, self.cluster_columns) // self.area
+
+    def count_flops(self, rows: int, columns: int, depth: int) -> int:
+        """Executed FLOPs of a product."""
+        return 2 * self.count_tiles(rows, columns) * self.area * pad(depth, self.depth)
 
 
-def _count_old_product(_direction: ProductDirection, rows: int, columns: int, depth: int) -> int:
-    return 2 * pad(rows, _OLD_TILE[0]) * pad(columns, _OLD_TILE[1]) * pad(depth, _OLD_DEPTH)
+_OLD_TILE = ChosenTile(256, 128, 256, 128, 32)
+
+
+class ProductSize(NamedTuple):
+    """A matrix product of a linear layer with n outputs and k inputs over m rows, in one of its three directions."""
+
+    direction: ProductDirection
+    m: int
+    n: int
+    k: int
+    copies: int = 1  # experts: one grouped call over m rows in all, with this many weights
+    routing: Routing = EVEN  # how many of the rows each expert gets
+
+    def turn(self) -> tuple[int, int, int]:
+        """Rows, columns and depth of the product.
+
+        Rows and columns are cuBLAS's, which stores columns first: outputs are the rows of a layer's forward product.
+        """
+        m, n, k = self.m, self.n, self.k
+        return {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}[self.direction]
+
+    def find_step(self) -> int:
+        """The largest of 8, 4, 2, 1 that divides both widths: rows that do not start on 16 bytes get other kernels."""
+        return math.gcd(self.n, self.k, ALIGNED)
+
+
+@lru_cache(maxsize=65536)
+def choose_tile(table: str, size: ProductSize) -> ChosenTile:
+    """The tile that cuBLAS takes for a product."""
+    if size.find_step() < ALIGNED:
+        return _OLD_TILE
+    rows, columns, depth = size.turn()
+    step = find_round(columns) if size.direction != "wgrad" else 0
+    choices = load_choices(table)[f"{size.direction}-{step}" if step else size.direction]
+    tile, parts = choices.choose(rows, columns, -(-depth // _DEPTH))
+    return ChosenTile(*tile[:4], _DEPTH, parts)
 
 
 def count_product_excess(m: int, n: int, k: int) -> dict[ProductDirection, int]:
-    """FLOPs beyond need of a layer with n outputs and k inputs over m rows, for each direction.
-
-    Rows and columns are cuBLAS's, which stores columns first: outputs are the rows of a layer's forward product.
-    """
-    need = 2 * m * n * k
-    sizes: dict[ProductDirection, tuple[int, int, int]]
-    sizes = {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}
-    known = GRADIENTS.get((n, k))
-    count = _count_old_product if math.gcd(n, k, _ALIGNED) < _ALIGNED else _count_product
-    executed = {direction: count(direction, *size) for direction, size in sizes.items()}
-    if known:
+    """FLOPs beyond need of a layer with n outputs and k inputs over m rows, for each direction."""
+    sizes = [ProductSize(direction, m, n, k) for direction in DIRECTIONS]
+    executed = {size.direction: choose_tile("hopper", size).count_flops(*size.turn()) for size in sizes}
+    if known := GRADIENTS.get((n, k)):
         executed["wgrad"] = 2 * known * pad(m, _DEPTH)
-    return {direction: flops - need for direction, flops in executed.items()}
+    return {direction: flops - 2 * m * n * k for direction, flops in executed.items()}
+
+
+def find_group_side(rows: int) -> int:
+    """Rows and columns of the tiles that a grouped product has, by the rows of an expert on average."""
+    return GROUP_SIDE if rows > _FEW else _FEW_TILE
 
 
 def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[ProductDirection, int]:
@@ -174,7 +224,7 @@ def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[
     return {
         "forward": round(2 * rows * pad(n, side) * pad(k, _DEPTH)),
         "dgrad": round(2 * rows * pad(k, side) * pad(n, _DEPTH)),
-        "wgrad": round(2 * deep * pad(n, _GROUPED) * pad(k, _GROUPED)),
+        "wgrad": round(2 * deep * pad(n, GROUP_SIDE) * pad(k, GROUP_SIDE)),
     }
 
 
@@ -184,7 +234,7 @@ def count_experts_excess(copies: int, m: int, n: int, k: int, routing: Routing) 
     Rows of an expert are padded to a tile; for the weight's gradient, where they are the depth, to steps.
     """
     need = 2 * m * n * k
-    side = _GROUPED if m // copies > _FEW else _FEW_TILE
+    side = find_group_side(m // copies)
     filled, deep = (routing.count_steps(copies, m, step) * step for step in (side, _DEPTH))
     return {name: max(0, flops - need) for name, flops in _count_experts(side, filled, deep, n, k).items()}
 

@@ -42,6 +42,7 @@ from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.execution_options import change, find_kernel, settle
 from flopcalc.prediction.fused_experts import find_fused_experts
+from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.memory.peak import (
     Cut,
@@ -60,32 +61,11 @@ _KINDS = ("products", "attention", "memory_bound", "optimizer", "recompute")  # 
 _ENDS = ("first", "last", "optimizer")
 _ALIKE = 256  # layouts of a search that differ in ZeRO alone are less apart than this
 _EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "data_parallel")
-# How far a step of many devices is from the sum of its parts; see benchmarks/published_runs.py for what they rest on.
-OVERHEAD = 0.04  # share of the step of several devices: uneven devices, data, logging
-CONTENTION = 0.3  # share of hidden communication that comes back as slower products
-# The same of ZeRO 3 in a group with one device per node: NCCL takes 1 to 4 of a device's processors for it, against 16
-# if links inside nodes are used too (Megatron-Core, DistributedDataParallelConfig.nccl_ub), and it moves few bytes.
-CONTENTION_ALONE = 0.05
-# What ZeRO 3 adds to the overhead for every e-fold of replicas: at every layer all of them wait for the slowest one.
-# From published runs: those of ZeRO 3 that benchmarks/published_training.py marks as fitted.
-SHARD_UNEVEN = 0.01
 # Bytes that ZeRO 3 copies for each weight of a layer and micro-batch: what was gathered out of its buffer in both
 # passes (FSDP2: split_with_sizes_copy), a gradient into the buffer that is reduced, and the reduced one into the one
 # that adds up.
 SHARD_COPIED = 16
-STREAMED = 0.85  # share of the memory's bandwidth that copies reach
-# The same of kernels that sort the rows of experts: Transformer Engine's on a B200 (MooreThreads/SimuMax,
-# configs/system/b200_bf16_ceperm.json: permute_fwd 0.50, permute_bwd 0.51).
-SORTED = 0.5
-SENDS_SHOWN = 0.1  # the same of hand-overs between stages, which take few processors
 SHARD_WIRE_BYTES = 2  # gradients are reduced as they are, with zero 3 in bf16
-NETWORK_ERROR = 0.5  # relative error of communication that is not hidden
-# Devices whose published runs were predicted are known better than others that were not measured either.
-PUBLISHED_ERROR = 0.15
-# Below and above, of a run on several devices, none of which was measured here: most are slower than thought.
-SCALE_ERROR = (0.15, 0.25)
-EXPERT_ERROR = (0.25, 0.6)  # of a model of experts: uneven loads, small products
-SCAN_WIDTH = 2.0  # how many times wider where layers have scans or selections of keys
 
 
 class LayoutTimer:
@@ -106,6 +86,7 @@ class LayoutTimer:
         overlaps: Overlaps = Overlaps(),  # noqa: B008
         expert_imbalance: float = 1.0,
     ) -> None:
+        self.fitted = load_defaults().planning
         self.expert_imbalance = expert_imbalance  # rows of the busiest rank over the mean; 1: as routing says
         self.routing = estimator.routing
         self.net, self.global_batch, self.execution = net, global_batch, execution
@@ -122,7 +103,7 @@ class LayoutTimer:
         placed = estimator.change(device=self.machine.device, attention_kernel=self.kernel)
         self.estimator = cache(lambda recompute: self._settle(placed, recompute))
         is_scaled = self.dtype in CAST_FORMATS and not self.machine.has_kernels  # no published run was in such a format
-        self.most_error = PUBLISHED_ERROR if self.machine.device.id in CHECKED and not is_scaled else 1.0
+        self.most_error = self.fitted.published_error if self.machine.device.id in CHECKED and not is_scaled else 1.0
         self.work = cache(self._make_work)
         self.tensors = cache(self._make_tensors)
         parts = self.tensors(1, "none", 1.0).parts
@@ -357,8 +338,8 @@ class LayoutTimer:
             layout, section, batches, layer
         )
         parts["offload"] = batches * section.layers * copied
-        uneven = SHARD_UNEVEN * log(layout.dp * layout.cp) if layout.zero == 3 else 0.0
-        parts["overhead"] = (OVERHEAD + uneven) * sum(parts.values())
+        uneven = self.fitted.shard_uneven * log(layout.dp * layout.cp) if layout.zero == 3 else 0.0
+        parts["overhead"] = (self.fitted.overhead + uneven) * sum(parts.values())
         return LayoutSeconds(tuple(parts.values()), *self._find_errors(layer, parts))
 
     def _time_spread(self, layout: Layout) -> LayoutTime:
@@ -370,7 +351,7 @@ class LayoutTimer:
         # Of one layer and micro-batch. A pass back has the same exchanges as one forward.
         exchanged = (repeated * tensor, 3 * ring, self._expose_routing(layout, layer, repeated * experts))
         # Interleaved stages send while they compute.
-        shown = SENDS_SHOWN if layout.virtual > 1 and self.overlaps.sends else 1.0
+        shown = self.fitted.sends_shown if layout.virtual > 1 and self.overlaps.sends else 1.0
         sends = (shown * batches + (layout.pp - 1) / layout.virtual) * self._time_send(layout)
         sections = tuple(
             (section, self._layers(cut, section.strip()), self._count_routing(section))
@@ -387,7 +368,7 @@ class LayoutTimer:
         size = sum(part.kept.total for part in parts) / layout.tp / layout.cp / self.model.layers / 2
         once = size / self.net.host if self.net.host else float("inf")
         shown = max(0.0, once - layer.forward) + max(0.0, once - layer.backward)
-        return shown + CONTENTION * (2 * once - shown)
+        return shown + self.fitted.contention * (2 * once - shown)
 
     def _count_routing(self, section: Section) -> int:
         """Layers of a section that hand tokens to experts."""
@@ -414,11 +395,11 @@ class LayoutTimer:
                 tensor = time_collective(net, "all_reduce", size, layout.tp)
             tensor *= model.exits
             if self.overlaps.tensor:
-                tensor *= 0.3
+                tensor *= self.fitted.tensor_shown
         if layout.cp > 1:
             size = self.machine.width * rows * model.keys / min(layout.tp, model.key_heads)
             whole = (layout.cp - 1) * time_message(net, size, layout.tp, layout.cp)
-            ring = whole - (1 - CONTENTION) * min(whole, layer.attention)
+            ring = whole - (1 - self.fitted.contention) * min(whole, layer.attention)
             if not self.overlaps.ring:  # queries, keys and values to other heads and what attention puts out back
                 width = 2 * model.heads * model.head_dim + model.keys
                 size = self.machine.width * rows * width / layout.tp
@@ -430,7 +411,7 @@ class LayoutTimer:
                 experts = 2 * time_routing(net, size, layout.ep, model.active, model.groups)
             else:  # every copy of a token travels, and what arrives is put in the experts' order
                 experts = 2 * time_collective(net, "all_to_all", size, layout.ep)
-                experts += 2 * 2 * size / (SORTED * self.machine.bandwidth)
+                experts += 2 * 2 * size / (self.fitted.sorted * self.machine.bandwidth)
         return tensor, ring, experts
 
     def _expose_routing(self, layout: Layout, layer: DeviceTime, whole: float) -> float:
@@ -448,9 +429,9 @@ class LayoutTimer:
         is_beside = layout.virtual > 1 or (layout.pp == 1 and is_replayed)
         if self.overlaps.experts and is_beside and not layout.recompute.startswith(("full", "half")):
             shown = max(0.0, whole - layer.forward - layer.backward)
-            shown += CONTENTION * (whole - shown)
+            shown += self.fitted.contention * (whole - shown)
         elif layout.zero == 3 and self.has_shared and self.overlaps.experts:
-            shown -= (1 - CONTENTION) * min(shown, self._time_shared(layer))
+            shown -= (1 - self.fitted.contention) * min(shown, self._time_shared(layer))
         waiting = layer.clock.waiting
         if waiting is None:
             return shown
@@ -496,10 +477,9 @@ class LayoutTimer:
     def _find_contention(self, layout: Layout, dense: float, experts: float) -> float:
         """Share of hidden exchanges that comes back, over seconds of those of dense weights and of experts."""
         if layout.zero < 3 or not dense + experts:
-            return CONTENTION
-        shares = [
-            CONTENTION_ALONE if stride >= self.net.per_node else CONTENTION for stride in (layout.tp, layout.ep)
-        ]  # fmt: skip
+            return self.fitted.contention
+        alone, usual = self.fitted.contention_alone, self.fitted.contention
+        shares = [alone if stride >= self.net.per_node else usual for stride in (layout.tp, layout.ep)]
         return (shares[0] * dense + shares[1] * experts) / (dense + experts)
 
     @property
@@ -520,7 +500,7 @@ class LayoutTimer:
             own = self.weights["layers"].trained
             experts = own.other / layout.ep if layout.expert_dp > 1 else 0.0  # else no other device has them
             numbers = (own.dense / layout.tp + experts) / self.model.layers
-            copied = SHARD_COPIED * numbers / (STREAMED * self.machine.bandwidth)
+            copied = SHARD_COPIED * numbers / (self.fitted.streamed * self.machine.bandwidth)
         return open_ahead + open_behind + contention * hidden + copied
 
     def _time_send(self, layout: Layout) -> float:
@@ -579,14 +559,14 @@ class LayoutTimer:
         behind = layers * (layer.backward + layer.again)
         shown = max(alone * reduce, reduce - (1 - alone) * behind)
         shown += max(alone * fetch, fetch - (1 - alone) * layers * layer.forward)
-        return shown + CONTENTION * (reduce + fetch - shown)
+        return shown + self.fitted.contention * (reduce + fetch - shown)
 
     def _find_errors(self, layer: DeviceTime, parts: Mapping[str, float]) -> tuple[float, float]:
         """The relative errors to expect, below and above: the device's, the network's, and of many devices."""
         device = min(layer.error, self.most_error)
-        exchanged = NETWORK_ERROR * sum(parts[name] for name in _EXCHANGES) / sum(parts.values())
-        widths = SCALE_ERROR if self.model.experts == 1 else EXPERT_ERROR
-        times = 1.0 if layer.clock.is_recorded else SCAN_WIDTH
+        exchanged = self.fitted.network_error * sum(parts[name] for name in _EXCHANGES) / sum(parts.values())
+        widths = self.fitted.scale_error if self.model.experts == 1 else self.fitted.expert_error
+        times = 1.0 if layer.clock.is_recorded else self.fitted.scan_width
         below, above = (times * sqrt(device**2 + exchanged**2 + width**2) for width in widths)
         return below, above
 

@@ -15,6 +15,7 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.routing import EVEN
 from flopcalc.hardware.tiles import pad
 from flopcalc.prediction.fused_kernels import list_fused
+from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.moe_versions import USUAL
 from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.rows import find_owed, name_module
@@ -32,14 +33,6 @@ _READS, _WRITES = 4, 3
 # With master weights: reads fp32 gradient, weight and states, writes fp32 weight and states and the 16-bit weight.
 _MASTER_READS, _MASTER_WRITES = 16, 14
 _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
-# One kernel of all experts over plain products of as many FLOPs, from published runs (benchmarks/published_training.py:
-# those that it marks as fitted).
-EXPERTS_SLOWER = 1.25
-# FLOPs of a scan per byte that its kernels move. Forward: what Mamba-2's take on a B200 (ai-dynamo/aiconfigurator,
-# b200_sxm/linear_attention/trtllm/1.3.0rc15: 0.72 ms for 8,192 tokens of Nemotron 3 Super, 1.42 of Ultra). Both passes
-# together: published runs of hybrid models, as above.
-SCANNED_PER_BYTE = {"forward": 21.0, "backward": 7.74}
-MIXED_PER_BYTE = 9.8  # the same of selections of keys and fixed mixes, from published runs
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
 _ALIGNED, _FLASH_DIMS = 8, 32  # head dims that SDPA's fused kernels take, and that flash computes with, are multiples
@@ -249,7 +242,7 @@ class _Maker:
             Product(
                 module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
                 sided.kv, sided.kv_heads, self._find_format(product, direction, op.part),
-                EXPERTS_SLOWER if sided.side == "expert" else 1.0, routing, op.split == "row", op.is_shared,
+                routing, op.split == "row", op.is_shared,
             )
             for direction, is_again in ways
         )  # fmt: skip
@@ -296,7 +289,8 @@ class _Maker:
                             side="column", format="bf16")
                 )  # fmt: skip
             elif count and self.is_fused:
-                per_byte = SCANNED_PER_BYTE[direction] if row.op.part == "ssm" else MIXED_PER_BYTE
+                known = load_defaults().work
+                per_byte = known.scan_flops_per_byte[direction] if row.op.part == "ssm" else known.mix_flops_per_byte
                 size = count / self.steps / per_byte
                 self.scanned.append(
                     MemoryCall(name_module(block, row.op), block.group, direction, "scan", size / 2, size / 2, calls,

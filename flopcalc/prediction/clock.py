@@ -15,32 +15,19 @@ from flopcalc.hardware.devices import find_device
 from flopcalc.prediction.build_work import count_calls
 from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
 from flopcalc.prediction.host_time import ONCE, HostTime, find_order, find_unit, name_factor, name_mode, name_phase
-from flopcalc.prediction.kernels.machine import MEASURED_ON, STREAMED, KernelTime, Machine, slow_down
+from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
+from flopcalc.prediction.kernels.memory_bound import STREAMED
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
 from flopcalc.prediction.work import Attention, MemoryCall, Product, Work
 
-_EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
-# What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.
-_OTHER = {"device": 0.04, "host": 0.4}
-_SLOWER = 0.2  # how much longer another host takes by which a step's share of its host is found
-_UNTYPED = 1.5  # how much wider if the host's time follows from operators alone, with no measured model of the type
+_SLOWER = 0.2  # a choice: how much longer another host takes by which a step's share of its host is found
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
-# Share of the peak that draws as much power as products of adapters in fp32, which tensor cores do not compute: chosen
-# on the LoRA steps of the blind tests up to the ninth (benchmarks/results/blind_steps_*.json).
-_FP32_POWER = 0.5
 # Mask -> most keys that were timed.
 LONGEST = {"causal": 8192, "window": 8192, "apart": 8208, "full": 4096, "decode": 4000}
 _BEYOND = 2  # times the longest that was measured: a note says so
 _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
 _HALF = 0.5  # of what a host's gain in time gains a step: beyond it, the host bounds the step
-_NEAR = 0.8  # a host that takes this much of the device's time may hold it up
-# Seconds between two kernels of a CUDA graph: what tokens of benchmarks/results/decode_steps.json take beyond their
-# kernels (three graphs: 0.51, 0.57 and 0.57 us).
-_GRAPH_GAP_S = 0.55e-6
-_WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
-# Relative half width on a device whose kernels others measured: without gradients, and of a training step.
-KERNELS, KERNELS_TRAIN = 0.15, 0.3
-UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
+_NEAR = 0.8  # a choice: a host that takes this much of the device's time may hold it up
 # Devices whose published training runs plan was held against (docs/planning.md).
 CHECKED = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "h800-sxm", "b200-sxm", "b300-sxm", "gb200",
            "gb300", "tpu-v4")  # fmt: skip
@@ -160,7 +147,7 @@ class Clock:
         """`is_captured`: a graph of HF's own kernels, which no compiler has joined."""
         self.machine, self.execution = machine, execution
         self.is_joined = execution in ("compiled", "graphs") and not is_captured  # a compiler joins kernels
-        self.constants = machine.constants
+        self.constants, self.fitted = machine.constants, machine.fitted
         self.pieces: list[Piece] = []
         self.hosted: list[HostTime] = []
         self.times = 1
@@ -183,7 +170,11 @@ class Clock:
         self.found_notes |= dict.fromkeys(work.notes)
 
     def _add_device(self, work: Work, times: int) -> None:
-        joined = find_fused_experts(work, self.machine) if self.execution == "fused" else FusedExperts(0.0)
+        joined = (
+            find_fused_experts(work, self.machine)
+            if self.execution == "fused"
+            else FusedExperts(0.0, self.fitted.host_overlap)
+        )
         first, routed = len(self.pieces), list[int]()
         for product in work.products:
             kept = self._find_kept(product)
@@ -192,12 +183,14 @@ class Clock:
                 timed = self.machine.time_experts(product, kept)
             else:
                 timed = self.machine.time_product(product)
-                timed = timed._replace(seconds=timed.seconds / kept * (product.slower if is_routed else 1.0))
+                timed = timed._replace(
+                    seconds=timed.seconds / kept * (self.fitted.experts_slower if is_routed else 1.0)
+                )
             if is_routed:
                 routed += [len(self.pieces)] if product.calls * timed.seconds else []
             flops = product.flops * times
             if self.machine.is_narrow(product):
-                flops = _FP32_POWER * self.machine.peak * timed.seconds * product.calls * times
+                flops = self.fitted.adapter_power * self.machine.peak * timed.seconds * product.calls * times
             self._put(
                 product, "products", timed, product.calls * times, is_again=product.is_again, flops=flops
             )  # fmt: skip
@@ -325,7 +318,7 @@ class Clock:
     @property
     def gap_s(self) -> float:
         """Seconds between two kernels."""
-        return _GRAPH_GAP_S if self.execution == "graphs" else self.constants["gaps"][name_mode(self.phase)]
+        return self.fitted.graph_gap_s if self.execution == "graphs" else self.constants["gaps"][name_mode(self.phase)]
 
     @property
     def launches(self) -> float:
@@ -379,7 +372,7 @@ class Clock:
         return once, [at for place, at in sorted(found.items()) if place.way == 2], self.times
 
     def _wake_s(self, host_factor: float) -> float:
-        return _WAKE * self.constants["host"][name_phase(self.phase)][1] * host_factor
+        return self.fitted.wake_operators * self.constants["host"][name_phase(self.phase)][1] * host_factor
 
     def list_events(self, host_factor: float = 1.0, pause_s: float = 0.0) -> list[Event]:
         """What host and device do in one step, and where the host waits; of many micro-batches, the first few."""
@@ -437,26 +430,26 @@ class Clock:
 
     def error(self, bound: str, host_share: float = 0.0) -> float:
         """Relative half width: errors of many operators average out in part, those they share do not."""
-        floor = self.constants["error"]
+        floor, widths = self.constants["error"], self.fitted.interval
+        most = widths["unrecorded"] * widths["scaled"]
         if not self.machine.is_measured:
-            known = KERNELS_TRAIN if self.phase == "train" else KERNELS
-            wide = known if self.machine.has_kernels else UNMEASURED
-            return wide if self.is_recorded else 1.5 * UNMEASURED
+            known = "published_kernels_train" if self.phase == "train" else "published_kernels"
+            return widths[known if self.machine.has_kernels else "scaled"] if self.is_recorded else most
         wide = floor[bound]
         if not self.machine.is_own:
             own = self.constants.get("own_host")
-            others = {**_OTHER, "host": own["spread"]} if own else _OTHER
+            others = {"device": widths["other_device"], "host": own["spread"] if own else widths["other_host"]}
             mixed = host_share * others["host"] + (1 - host_share) * others["device"]
             wide += max(others[bound], mixed)
         times = 1.0 if self.is_recorded else 2.0
         if bound == "device":
             total = sum(piece.seconds for piece in self.pieces)
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
-            wide += _EXPERTS if self.has_experts else 0.0
+            wide += widths["experts"] if self.has_experts else 0.0
             wide += floor["compiled"] if self.execution != "eager" else 0.0
         elif not self.is_typed and self.execution == "eager":
-            times = max(times, _UNTYPED)
-        return min(wide * times, 1.5 * UNMEASURED)
+            times = max(times, widths["untyped"])
+        return min(wide * times, most)
 
     def late(self, bound: str, host_factor: float) -> float:
         """How much later than its likeliest time a step may come, beyond the error: a busy host only delays."""
@@ -505,7 +498,10 @@ class Clock:
     def far_share(self) -> float:
         """Share of the device's time that is of calls unlike measured ones."""
         total = sum(piece.seconds for piece in self.pieces) or 1.0
-        return sum(piece.seconds for piece in self.pieces if piece.error > 0.09 * piece.seconds) / total
+        far = (
+            0.9 * 2 * self.fitted.kernel_error["product"]
+        )  # a product without measured ones nearby has twice the error
+        return sum(piece.seconds for piece in self.pieces if piece.error > far * piece.seconds) / total
 
     def notes(self, bound: str) -> list[str]:
         notes = list(self.found_notes)

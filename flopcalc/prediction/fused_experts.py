@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flopcalc.prediction.kernels.machine import EXPERT_HOST_S, Machine
+from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import Product, Work
-
-# How well host and device overlap: 1 hides nothing; a larger number hides more of the shorter one.
-_BESIDE = 1.7
 
 
 class FusedExperts(NamedTuple):
@@ -16,6 +13,7 @@ class FusedExperts(NamedTuple):
     MLP of CuTe DSL, which Megatron-Bridge trains with in mxfp8 from release 26.06 on)."""
 
     host_s: float  # seconds that the host takes for a product of experts, joined or not
+    overlap: float  # how well host and device overlap: 1 hides nothing
     modules: frozenset[str] = frozenset()
 
     def makes(self, product: Product) -> bool:
@@ -24,7 +22,7 @@ class FusedExperts(NamedTuple):
 
     def find_wait(self, device_s: float) -> float:
         """Seconds that the device waits at each product of experts, if it computes for `device_s` per product."""
-        return float((device_s**_BESIDE + self.host_s**_BESIDE) ** (1 / _BESIDE)) - device_s
+        return float((device_s**self.overlap + self.host_s**self.overlap) ** (1 / self.overlap)) - device_s
 
 
 def find_fused_experts(work: Work, machine: Machine) -> FusedExperts:
@@ -33,8 +31,9 @@ def find_fused_experts(work: Work, machine: Machine) -> FusedExperts:
     A step that is replayed as a CUDA graph needs no host. Models with scans are not replayed where they route
     (Megatron-Bridge's recipes of hybrid models); models that select keys are (its deepseek_v4.py).
     """
+    fitted = machine.fitted
     experts = [each for each in work.products if each.side == "expert"]
     if not experts or not machine.joins_experts:
-        return FusedExperts(EXPERT_HOST_S)
-    host_s = 0.0 if machine.replays_experts and not work.has_scans else EXPERT_HOST_S
-    return FusedExperts(host_s, frozenset(each.module for each in experts))
+        return FusedExperts(fitted.expert_host_s, fitted.host_overlap)
+    host_s = 0.0 if machine.replays_experts and not work.has_scans else fitted.expert_host_s
+    return FusedExperts(host_s, fitted.host_overlap, frozenset(each.module for each in experts))

@@ -33,6 +33,7 @@ from flopcalc.prediction.execution_options import (
     match_dtype,
     settle_estimate,
 )
+from flopcalc.prediction.kernels.defaults import DeviceDefaults
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.memory.peak import (
     Memory,
@@ -48,12 +49,6 @@ from flopcalc.prediction.roofline import Floors, describe_execution, find_floors
 __all__ = ["Prediction", "StepTime", "find_largest_batch", "predict_estimate"]
 
 _COUNTING = ("kernel ", "tile padding ")  # an estimate's notes on how HFU's FLOPs were counted, not on the workload
-
-
-# HF's generate besides the forward passes that are timed: how many times longer a token takes, and how long cuDNN takes
-# to build the plan of a length that it meets first. Four models on an H200: 1.3 to 1.5 times, 45 to 74 ms
-# (benchmarks/results/decode_steps.json, blind_decode.json).
-_GENERATE, _NEW_LENGTH_S = 1.4, 0.06
 
 
 class TimeRow(NamedTuple):
@@ -205,7 +200,8 @@ def predict_estimate(
     parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
     if chosen == "eager" and parts[0].load.phase == "decode" and machine.is_measured:
-        prediction = _add_generate(prediction, sum(count_calls(load) * times for _, load, times in parts), host_factor)
+        tokens = sum(count_calls(load) * times for _, load, times in parts)
+        prediction = _add_generate(prediction, tokens, host_factor, machine.fitted)
     settings = settings._replace(has_events=False)
     if transformers is None and has_routed(estimate) and chosen != "fused":
         prediction = _cover_versions(prediction, _predict(estimate, settings._replace(transformers=RECORDED)))
@@ -356,9 +352,9 @@ def _cover_versions(found: Prediction, newer: Prediction) -> Prediction:
     return found._replace(step_time_s=seconds, notes=(*found.notes, note))
 
 
-def _add_generate(prediction: Prediction, tokens: int, host_factor: float) -> Prediction:
+def _add_generate(prediction: Prediction, tokens: int, host_factor: float, fitted: DeviceDefaults) -> Prediction:
     """With the time of a token in HF's generate, and what a new length adds."""
-    token_s, new_s = _GENERATE * prediction.step_time_s.mid / tokens, _NEW_LENGTH_S * host_factor
+    token_s, new_s = fitted.generate_slower * prediction.step_time_s.mid / tokens, fitted.new_length_s * host_factor
     note = (
         f"HF's generate takes about {format_seconds(token_s)} a token, and about {format_seconds(new_s)} more at each "
         "length that cuDNN meets first (four models measured)"

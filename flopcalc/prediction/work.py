@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from flopcalc.base.vocabulary import CallKernel, CallMask, Direction, Execution, PassDirection, ProductDirection
 from flopcalc.hardware.routing import EVEN, Routing
+from flopcalc.hardware.tiles import ProductSize
 from flopcalc.prediction.timeline import Stack
 
 # How tensor parallelism cuts a product: by its outputs, by its inputs, by its experts, or not at all.
@@ -32,10 +33,14 @@ class Product(NamedTuple):
     kv: int = 0  # of the n outputs those of keys and values, which are cut no finer than their heads
     kv_heads: int = 0
     format: str = ""  # what it is computed in, where that is not the step's own
-    slower: float = 1.0  # times longer than a plain product of its sizes, in fused kernels
     routing: Routing = EVEN  # how many rows each expert gets
     is_last: bool = False  # it reads what attention or an activation function made: the last product of its block
     is_shared: bool = False  # of an expert that all tokens pass, beside routed ones
+
+    @property
+    def size(self) -> ProductSize:
+        """What one call multiplies."""
+        return ProductSize(self.direction, self.m, self.n, self.k, self.copies, self.routing)
 
     @property
     def flops(self) -> float:
@@ -66,7 +71,7 @@ class Attention(NamedTuple):
     def flops(self) -> float:
         """Of all calls, as a fused kernel computes them: scores once more on the way back."""
         pairs = self.batch * self.heads * self.length * self.keys / (2 if self.mask == "causal" else 1)
-        return 2.0 * pairs * (self.qk + self.v) * self.calls * (2.5 if self.direction == "backward" else 1)
+        return 2.0 * pairs * (self.qk + self.v) * self.calls * (5 / 2 if self.direction == "backward" else 1)
 
 
 class MemoryCall(NamedTuple):

@@ -48,11 +48,12 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.predictor.fit.cases import ModelledCase, find_random, model_cases
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
-from flopcalc.prediction.kernels.constants import FOLLOWS
+from flopcalc.prediction.kernels.defaults import load_defaults
 from lab.blind.rounds import NUMBERS, Adapter, Model, Step, load_round
 
 Json = dict[str, Any]
 FITTED = (1, 2, 3, 5, 6, 7, 8, 9)  # rounds whose large steps were known when the shipped predictor was fitted
+FOLLOWS = load_defaults().device.host_follows
 ROUND = load_round(1)  # the one that was chosen
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 VERSION = "5.17"  # of transformers on the device

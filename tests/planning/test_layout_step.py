@@ -15,7 +15,17 @@ from flopcalc.planning import step as module
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import count_reached, find_interconnect, time_collective, time_message
 from flopcalc.planning.seconds import PARTS, Overlaps
-from flopcalc.planning.step import CONTENTION, SCAN_WIDTH, LayoutTimer
+from flopcalc.planning.step import LayoutTimer
+from flopcalc.prediction.kernels.defaults import load_defaults
+
+FITTED = load_defaults().planning
+
+
+def set_expert_host(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Another time of the host for each product of experts."""
+    known = load_defaults()
+    changed = known._replace(device=known.device._replace(expert_host_s=seconds))
+    monkeypatch.setattr("flopcalc.prediction.kernels.constants.load_defaults", lambda: changed)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +103,7 @@ def test_a_ring_is_cut_into_calls() -> None:
     net = find_interconnect("hgx-h200", "h200")
     keys = 2.0 * 2048 * 2048 / 2  # bytes of half the keys and values
     once = time_message(net, keys, 1, 2)
-    assert cut["context_parallel"] == pytest.approx(3 * CONTENTION * once * 16 * 64)
+    assert cut["context_parallel"] == pytest.approx(3 * FITTED.contention * once * 16 * 64)
     across = time_parts(Layout(tp=8, cp=2))
     inside = time_parts(Layout(tp=4, cp=2))
     assert across["context_parallel"] > 2 * inside["context_parallel"]
@@ -138,9 +148,9 @@ def test_experts_that_one_device_alone_has_are_not_copied(ep: int, has_copies: b
     layout = Layout(dp=8, ep=ep, zero=3)
     own = runner.weights["layers"].trained
     copied = module.SHARD_COPIED * (own.dense + has_copies * own.other / ep) / runner.model.layers
-    seconds = copied / (module.STREAMED * runner.machine.bandwidth)
+    seconds = copied / (FITTED.streamed * runner.machine.bandwidth)
     spread = runner._spread(layout._replace(zero=0))
-    assert runner._expose_shards(layout, spread.layer, 0.0, 0.0, CONTENTION) == pytest.approx(seconds)
+    assert runner._expose_shards(layout, spread.layer, 0.0, 0.0, FITTED.contention) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("zero", "share"), [(0, 1), (1, 64), (3, 64)])
@@ -177,22 +187,22 @@ def test_interleaved_stages_hide_the_exchange(pp: int, virtual: int, recompute: 
 def test_with_zero_3_shared_experts_hide_the_exchange(
     monkeypatch: pytest.MonkeyPatch, model: str, zero: int, recompute: str, is_hidden: bool
 ) -> None:
-    monkeypatch.setattr("flopcalc.prediction.fused_experts.EXPERT_HOST_S", 1e-9)
+    set_expert_host(monkeypatch, 1e-9)
     layout = Layout(dp=64, ep=8, zero=zero, recompute=recompute)
     found, shown = (time_parts(layout, model=model, experts=hides) for hides in (True, False))
     assert (found["expert_parallel"] < shown["expert_parallel"]) == is_hidden
-    assert found["expert_parallel"] >= 0.999 * CONTENTION * shown["expert_parallel"]
+    assert found["expert_parallel"] >= 0.999 * FITTED.contention * shown["expert_parallel"]
 
 
 def test_a_plain_all_to_all_sends_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that reaches two experts of a device goes there twice, and all rows are sorted once more."""
-    monkeypatch.setattr("flopcalc.prediction.fused_experts.EXPERT_HOST_S", 1e-9)
+    set_expert_host(monkeypatch, 1e-9)
     once, often = (
         time_parts(Layout(dp=64, ep=4), model="mixtral-8x7b", experts=False, once=is_once)["expert_parallel"]
         for is_once in (True, False)
     )
     size = 2 * 2048 * 2 * 4096  # bytes of two copies of every token
-    sorting = 2 * 2 * 2 * size / (module.SORTED * 4.8e12)  # dispatch and combine, read and written, both passes
+    sorting = 2 * 2 * 2 * size / (FITTED.sorted * 4.8e12)  # dispatch and combine, read and written, both passes
     sent = [2 * 2 * time_collective(find_interconnect("hgx-h200", "h200"), "all_to_all", many * size, 4)
             for many in (count_reached(4, 2) / 2, 1.0)]  # fmt: skip
     assert once == pytest.approx(32 * sent[0])
@@ -201,9 +211,9 @@ def test_a_plain_all_to_all_sends_every_copy(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_waiting_for_the_host_hides_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(dp=64, ep=8)
-    monkeypatch.setattr("flopcalc.prediction.fused_experts.EXPERT_HOST_S", 1e-2)
+    set_expert_host(monkeypatch, 1e-2)
     waiting = time_parts(layout, model="mixtral-8x7b")
-    monkeypatch.setattr("flopcalc.prediction.fused_experts.EXPERT_HOST_S", 1e-9)
+    set_expert_host(monkeypatch, 1e-9)
     at_once = time_parts(layout, model="mixtral-8x7b")
     assert 0 < waiting["expert_parallel"] < at_once["expert_parallel"]
     assert waiting["products"] > at_once["products"]
@@ -212,12 +222,12 @@ def test_waiting_for_the_host_hides_the_exchange(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("layout", "dense", "experts", "share"),
     [
-        (Layout(dp=64, ep=8, zero=3), 1.0, 0.0, CONTENTION),
-        (Layout(dp=64, ep=8, zero=3), 0.0, 1.0, module.CONTENTION_ALONE),
-        (Layout(dp=64, ep=8, zero=3), 1.0, 1.0, (CONTENTION + module.CONTENTION_ALONE) / 2),
-        (Layout(dp=64, ep=4, zero=3), 0.0, 1.0, CONTENTION),
-        (Layout(dp=64, ep=8, zero=2), 0.0, 1.0, CONTENTION),
-        (Layout(dp=64, ep=8, zero=3), 0.0, 0.0, CONTENTION),
+        (Layout(dp=64, ep=8, zero=3), 1.0, 0.0, FITTED.contention),
+        (Layout(dp=64, ep=8, zero=3), 0.0, 1.0, FITTED.contention_alone),
+        (Layout(dp=64, ep=8, zero=3), 1.0, 1.0, (FITTED.contention + FITTED.contention_alone) / 2),
+        (Layout(dp=64, ep=4, zero=3), 0.0, 1.0, FITTED.contention),
+        (Layout(dp=64, ep=8, zero=2), 0.0, 1.0, FITTED.contention),
+        (Layout(dp=64, ep=8, zero=3), 0.0, 0.0, FITTED.contention),
     ],
 )
 def test_a_group_of_one_per_node_slows_little(layout: Layout, dense: float, experts: float, share: float) -> None:
@@ -228,7 +238,7 @@ def test_a_group_of_one_per_node_slows_little(layout: Layout, dense: float, expe
 def test_zero_3_waits_for_the_slowest_replica_at_every_layer(dp: int, zero: int, more: float) -> None:
     parts = time_parts(Layout(dp=dp, zero=zero))
     whole = sum(parts.values()) - parts["overhead"]
-    assert parts["overhead"] / whole == pytest.approx(module.OVERHEAD + more * log(dp))
+    assert parts["overhead"] / whole == pytest.approx(FITTED.overhead + more * log(dp))
 
 
 def test_an_execution_moves_the_bytes_of_its_kernels() -> None:
@@ -268,10 +278,11 @@ def test_error_is_the_machines_and_widens() -> None:
     ("model", "is_wider"),
     [("mamba-2.8b", True), ("deepseek-v3.2", True), ("llama-3.1-8b", False), ("mixtral-8x7b", False)],
 )
-def test_scans_widen(model: str, is_wider: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scans_widen(model: str, is_wider: bool) -> None:
     layout = Layout(dp=256, zero=3, recompute="full")
     found = make_runner(model, 256).time(layout)
-    monkeypatch.setattr(module, "SCAN_WIDTH", 1.0)
-    plain = make_runner(model, 256).time(layout)
-    assert found.above / plain.above == pytest.approx(SCAN_WIDTH if is_wider else 1.0)
+    runner = make_runner(model, 256)
+    runner.fitted = FITTED._replace(scan_width=1.0)
+    plain = runner.time(layout)
+    assert found.above / plain.above == pytest.approx(FITTED.scan_width if is_wider else 1.0)
     assert found.parts == plain.parts

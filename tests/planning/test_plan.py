@@ -21,11 +21,11 @@ from flopcalc.base.errors import FlopcalcError, SpecError, WorkloadError
 from flopcalc.base.units import format_tokens, parse_tokens
 from flopcalc.core.model.config import load_config
 from flopcalc.hardware.devices import find_device
-from flopcalc.planning import step as step_module
 from flopcalc.planning.money import count_energy, find_price
 from flopcalc.planning.plan import choose_batch
 from flopcalc.planning.results import Plan
 from flopcalc.planning.seconds import PARTS
+from flopcalc.prediction.kernels.defaults import load_defaults
 
 
 @pytest.fixture(autouse=True)
@@ -419,8 +419,8 @@ def test_the_pages_counts_are_the_runs() -> None:
         f"{sum(row['fits'] for row in RUNS)} of the {len(RUNS)} fit on paper",
         f"Llama 3 comes out at {memory['llama3-405B-8192-s8192']:.0f} GiB of 80",
         f"DeepSeek-V3 at {memory['deepseek-v3-h800-2048']:.0f} (",
-        f"gives back {step_module.CONTENTION:.0%}".replace("%", " %"),
-        f"{step_module.OVERHEAD:.0%} on everything".replace("%", " %"),
+        f"gives back {load_defaults().planning.contention:.0%}".replace("%", " %"),
+        f"{load_defaults().planning.overhead:.0%} on everything".replace("%", " %"),
     ):
         assert words in PAGE
     assert len([row for row in RUNS if "zero-3" in row["id"]]) == 6

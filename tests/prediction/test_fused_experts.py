@@ -11,11 +11,14 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import Clock
 from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
-from flopcalc.prediction.kernels.machine import EXPERT_HOST_S, Machine
+from flopcalc.prediction.kernels.defaults import load_defaults
+from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import MemoryCall, Product, Work
 
 UP, DOWN = "model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.experts.down_proj"
 ROWS, HIDDEN, INNER = 8192, 2048, 768
+
+FITTED = load_defaults().device
 
 
 def make_step(has_scans: bool = False) -> Work:
@@ -34,13 +37,13 @@ def make_step(has_scans: bool = False) -> Work:
     ("device", "dtype", "has_scans", "host_s", "is_joined"),
     [
         ("gb300", "mxfp8", False, 0.0, True),
-        ("gb200", "mxfp8", True, EXPERT_HOST_S, True),
-        ("gb200", "bf16", False, EXPERT_HOST_S, False),
-        ("gb200", "bf16", True, EXPERT_HOST_S, False),
-        ("gb300", "nvfp4", False, EXPERT_HOST_S, False),
-        ("b200-sxm", "mxfp8", False, EXPERT_HOST_S, False),
-        ("b300-sxm", "mxfp8", True, EXPERT_HOST_S, False),
-        ("h100-sxm", "fp8", False, EXPERT_HOST_S, False),
+        ("gb200", "mxfp8", True, FITTED.expert_host_s, True),
+        ("gb200", "bf16", False, FITTED.expert_host_s, False),
+        ("gb200", "bf16", True, FITTED.expert_host_s, False),
+        ("gb300", "nvfp4", False, FITTED.expert_host_s, False),
+        ("b200-sxm", "mxfp8", False, FITTED.expert_host_s, False),
+        ("b300-sxm", "mxfp8", True, FITTED.expert_host_s, False),
+        ("h100-sxm", "fp8", False, FITTED.expert_host_s, False),
     ],
 )
 def test_what_is_one_kernel(device: str, dtype: str, has_scans: bool, host_s: float, is_joined: bool) -> None:
@@ -54,7 +57,7 @@ def test_what_is_one_kernel(device: str, dtype: str, has_scans: bool, host_s: fl
     [(1.5e-3, 0.0, 1.5e-3), (1.5e-3, 1e-3, 9.05475e-04), (1.5e-3, 5e-3, 3.70332e-04), (0.0, 1e-3, 0.0)],
 )
 def test_the_more_the_device_computes_the_less_it_waits(host_s: float, device_s: float, wait_s: float) -> None:
-    assert FusedExperts(host_s).find_wait(device_s) == pytest.approx(wait_s, rel=1e-5, abs=1e-12)
+    assert FusedExperts(host_s, 1.7).find_wait(device_s) == pytest.approx(wait_s, rel=1e-5, abs=1e-12)
 
 
 def test_products_of_experts_wait_and_nothing_else_does() -> None:
@@ -64,7 +67,7 @@ def test_products_of_experts_wait_and_nothing_else_does() -> None:
     waiting.add(make_step(has_scans=True), 2, load)
     without = sum(piece.seconds for piece in replayed.pieces)
     calls = 2 * 6
-    wait_s = FusedExperts(EXPERT_HOST_S).find_wait(without / calls)
+    wait_s = FusedExperts(FITTED.expert_host_s, FITTED.host_overlap).find_wait(without / calls)
     assert sum(piece.seconds for piece in waiting.pieces) == pytest.approx(without + calls * wait_s)
     for before, after in zip(replayed.pieces, waiting.pieces, strict=True):
         assert after.seconds - before.seconds == pytest.approx(2 * wait_s if before.kind == "products" else 0.0)

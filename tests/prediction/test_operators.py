@@ -14,9 +14,9 @@ from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import FlopcalcError, SpecError
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import make_workload
+from flopcalc.measure.operator_kinds import KINDS, classify
 from flopcalc.prediction import operators, recordings
 from flopcalc.prediction.build_work import make_work
-from flopcalc.prediction.operator_kinds import KINDS, classify
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.recordings import MissingSizeError, Scope
 

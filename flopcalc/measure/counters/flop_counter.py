@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from flopcalc.measure.counters.formulas import SKIPPED, grouped_mm
 from flopcalc.measure.counters.formulas import Formula as ShapeFormula
-from flopcalc.prediction.operator_kinds import classify
+from flopcalc.measure.operator_kinds import classify
 
 __all__ = ["FORMULAS", "OperatorCount", "count_flops", "watch_modules"]
 

@@ -6,24 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.errors import SpecError, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromOne, FromZero, Items, Keys, Positive, Rule, find_fault
+from flopcalc.hardware.tiles import TABLES
+from flopcalc.prediction.kernels.defaults import DeviceDefaults, are_fitted, load_defaults
 
 Mode = Literal["train", "forward"]  # with gradients or without
 HostPhase = Literal["train", "forward", "decode"]
 FOLDER = "predictors"
 SCHEMA, HOST_SCHEMA = 4, 1
-# A host's speed also changes between a calibration and the step, and types of models follow the probe only roughly:
-# relative half width that is added to what the rounds of one calibration show.
-_DRIFT = 0.1
-# Hosts of other machines follow the probe less than in proportion (to this power): of 32 host-bound steps on machines
-# other than the calibrated one (benchmarks/results: blind_steps, blind_steps_2, host_steps) the median error is 5.1 %
-# with it and 7.1 % in proportion. On the calibrated machine itself, whose speed changes with time, steps follow fully.
-FOLLOWS = 0.75
 
 # What a fit may leave at 0, or make negative, may be so below: all that `calibrate --predictor` writes is read.
 _Line = Annotated[list[float], Items((FromZero,) * 2)]
@@ -70,6 +65,8 @@ class PlainProducts(TypedDict):
     residuals: list[tuple[str, FromOne, FromOne, FromOne, Positive]]  # direction, m, n, k, measured over predicted
     # step of the widths -> direction -> how many times longer
     unaligned: Annotated[dict[str, dict[str, Positive]], Keys(names="[1-9][0-9]*")]
+    # the table of tiles (model_specs/tiles) that shape and residuals go with; older files have none
+    tiles: NotRequired[Annotated[str, Rule(lambda name: name in ("", *TABLES), "is no table of tiles")]]
 
 
 class ProductConstants(PlainProducts):
@@ -133,6 +130,8 @@ class Constants(KernelConstants):
     error: Annotated[dict[str, FromZero], Keys(("device", "host", "late", "compiled"))]
     host: HostConstants
     probe_s: Annotated[dict[str, Positive], _Modes]
+    # in place of some of defaults.json
+    fitted: NotRequired[Annotated[dict[str, Any], Rule(are_fitted, "has a name or a value that defaults.json has not")]]
     is_own: NotRequired[bool]  # measured on this very machine
     own_host: NotRequired[OwnHost]
 
@@ -204,6 +203,11 @@ def _read_predictor(folder: str, device_id: str) -> Constants | None:
     return found
 
 
+def find_fitted(constants: Constants) -> DeviceDefaults:
+    """The fitted numbers of a device: those of its own file, else the defaults."""
+    return load_defaults().device._replace(**constants.get("fitted", {}))
+
+
 def _find_fault(data: object, schema: int, kind: type) -> str:
     """What keeps a file's value from being of a schema and a type; nothing where it is."""
     other = data.get("schema") if isinstance(data, dict) else None
@@ -227,10 +231,14 @@ def load_host(device_id: str) -> MeasuredHost | None:
 
 
 def adapt_host(constants: Constants, host: MeasuredHost) -> Constants:
-    """Constants whose host's times are those of another host."""
-    probes = host["probe_s"]
-    train: float = (probes["train"]["mid_s"] / constants["probe_s"]["train"]) ** FOLLOWS
-    forward: float = (probes["forward"]["mid_s"] / constants["probe_s"]["forward"]) ** FOLLOWS
+    """Constants whose host's times are those of another host.
+
+    Hosts of other machines follow the probe less than in proportion. On the calibrated machine itself, whose speed
+    changes with time, steps follow fully.
+    """
+    probes, fitted = host["probe_s"], find_fitted(constants)
+    train: float = (probes["train"]["mid_s"] / constants["probe_s"]["train"]) ** fitted.host_follows
+    forward: float = (probes["forward"]["mid_s"] / constants["probe_s"]["forward"]) ** fitted.host_follows
 
     compiled = constants["compiled"]
     spread = max((edge["high_s"] - edge["low_s"]) / 2 / edge["mid_s"] for edge in probes.values())
@@ -242,7 +250,7 @@ def adapt_host(constants: Constants, host: MeasuredHost) -> Constants:
         "own_host": {
             "train": train,
             "forward": forward,
-            "spread": spread + _DRIFT,
+            "spread": spread + fitted.interval["host_drift"],
             "date": host["provenance"]["date"],
         },
     }

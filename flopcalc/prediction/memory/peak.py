@@ -17,6 +17,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.build_work import make_work
+from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.memory.inference import Serving
 from flopcalc.prediction.memory.shards import Shards, cut_parts, divide_held, shard_zero, sum_held
 from flopcalc.prediction.memory.tensors import FLOAT, Part, SplitBytes, Step
@@ -44,11 +45,7 @@ __all__ = [
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 # cuBLAS takes this much per thread that multiplies, on Hopper and later; autograd's is a thread of its own.
 _CUBLAS_BYTES = 32 << 20
-# A device's "GB" are GiB, of which 1.5 % is not for use and half a GiB is taken by the driver's context; of the rest
-# the caching allocator loses some to holes (measured: 4 to 7 % where nothing pressed, less near the limit).
-_FREE = 0.985
-_CONTEXT_BYTES = 512 << 20
-_FILLED = 0.97
+_CONTEXT_BYTES = 512 << 20  # of the driver
 _MOST = 1 << 24
 _FREED = "gradients are freed before the forward pass; where several passes add them up they stay"
 
@@ -120,7 +117,8 @@ def find_capacity(device: str | Device) -> int:
     found = find_device(device) if isinstance(device, str) else device
     if found.memory_gb is None:
         raise DeviceError(f"{found.name} has no known memory; add memory_gb to it in your own devices.toml")
-    return int((found.memory_gb * (1 << 30) * _FREE - _CONTEXT_BYTES) * _FILLED)
+    known = load_defaults().work
+    return int((found.memory_gb * (1 << 30) * known.free_share - _CONTEXT_BYTES) * known.filled_share)
 
 
 class Tensors(NamedTuple):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from flopcalc.measure.counters.flop_counter import FORMULAS, OperatorCount, count_flops
-from flopcalc.prediction.operator_kinds import KINDS, classify
+from flopcalc.measure.operator_kinds import KINDS, classify
 
 Tensor = Any
 _EMPTY = nn.Module()

@@ -13,8 +13,10 @@ from flopcalc.base.errors import CalibrationError, DeviceError, SpecError
 from flopcalc.cli import main
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.predictor import host_speed as measuring
-from flopcalc.prediction.kernels.constants import FOLLOWS, adapt_host, load_host, load_measured, load_predictor
+from flopcalc.prediction.kernels.constants import adapt_host, load_host, load_measured, load_predictor
+from flopcalc.prediction.kernels.defaults import load_defaults
 
+FOLLOWS = load_defaults().device.host_follows
 OPTIONS: dict[str, Any] = {"device": "h200", "batch_size": 1, "seq_len": 64, "advise": False, "memory": False}
 
 

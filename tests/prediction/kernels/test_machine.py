@@ -13,10 +13,12 @@ import pytest
 from flopcalc import bind
 from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import SpecError
+from flopcalc.hardware.tiles import ProductSize
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.kernels.constants import load_predictor
-from flopcalc.prediction.kernels.machine import Machine, measure_narrow, turn_narrow
-from flopcalc.prediction.operator_kinds import find_size, name_shape
+from flopcalc.prediction.kernels.machine import Machine
+from flopcalc.prediction.kernels.memory_bound import find_size, name_shape
+from flopcalc.prediction.kernels.products import measure_narrow, turn_narrow
 from flopcalc.prediction.work import MemoryCall, Product
 
 Json = dict[str, Any]
@@ -249,7 +251,7 @@ def test_bytes_tell_the_shape_of_a_call(kind: str, reads: float, writes: float, 
     ],
 )
 def test_adapters_have_forms(direction: str, n: int, k: int, form: str, flops: int) -> None:
-    found, sizes = turn_narrow(direction, 5000, n, k)
+    found, sizes = turn_narrow(ProductSize(direction, 5000, n, k))
     assert found == form
     assert measure_narrow(found, *sizes) == (4 * (5000 * n + 5000 * k + n * k), flops)
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from scipy.optimize import brentq
 
+from flopcalc.hardware.tiles import ALIGNED
+from flopcalc.measure.operator_kinds import classify
 from flopcalc.measure.predictor.fit.cases import ModelledCase, change_constants, make_machine, run_clock
 from flopcalc.measure.predictor.fit.choices import (
     MAX_HOST_SHARE,
@@ -25,13 +27,13 @@ from flopcalc.measure.predictor.fit.choices import (
     START_POWER,
 )
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operators, read_moved, read_points
-from flopcalc.measure.predictor.fit.products import ALIGNED
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
 from flopcalc.prediction.clock import add_up
 from flopcalc.prediction.host_time import name_mode
 from flopcalc.prediction.kernels.constants import CompiledConstants, Constants
-from flopcalc.prediction.kernels.machine import STREAMED, Machine, ProductShape, find_step, slow_down, time_shape
-from flopcalc.prediction.operator_kinds import classify
+from flopcalc.prediction.kernels.machine import Machine, slow_down
+from flopcalc.prediction.kernels.memory_bound import STREAMED
+from flopcalc.prediction.kernels.products import ProductShape, time_shape
 
 
 # --- Kernels at the full clock ----------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ def fit_slowdown(cases: Sequence[ModelledCase], constants: Constants) -> tuple[l
     ratios: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
     for each, rate in zip(cases, rates, strict=True):
         if rate > MIN_RATE:
-            for name, ratio in _compare_passes(each, shape).items():
+            for name, ratio in _compare_passes(each, shape, machine.tiles).items():
                 ratios[name].append((rate, ratio))
     return rates, {name: _fit_line(points) for name, points in ratios.items()}
 
@@ -73,14 +75,14 @@ def _find_pass_rate(each: ModelledCase, machine: Machine) -> float:
     return totals.flops / seconds / machine.peak if seconds else 0.0
 
 
-def _compare_passes(each: ModelledCase, shape: ProductShape) -> dict[str, float]:
+def _compare_passes(each: ModelledCase, shape: ProductShape, tiles: str) -> dict[str, float]:
     """Pass -> measured over predicted seconds of its large products."""
     sums: dict[str, list[float]] = {}
     for point in read_points([each]).products:
-        if point.seconds > MIN_LARGE_PRODUCT_S and find_step(point.n, point.k) == ALIGNED:
+        if point.seconds > MIN_LARGE_PRODUCT_S and point.size.find_step() == ALIGNED:
             both = sums.setdefault("forward" if point.direction == "forward" else "backward", [0.0, 0.0])
             both[0] += point.seconds * point.calls
-            both[1] += time_shape(shape, point.direction, point.m, point.n, point.k) * point.calls
+            both[1] += time_shape(shape, point.size, tiles) * point.calls
     return {name: measured / predicted for name, (measured, predicted) in sums.items()}
 
 

@@ -7,13 +7,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+from flopcalc.measure.operator_kinds import classify
 from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.choices import BINS_PER_OCTAVE, MIN_CURVE_POINTS
 from flopcalc.measure.predictor.fit.points import MovedPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_nonnegative
-from flopcalc.prediction.kernels.machine import weigh_zeros
+from flopcalc.prediction.kernels.defaults import load_defaults
+from flopcalc.prediction.kernels.memory_bound import weigh_zeros
 from flopcalc.prediction.moe_versions import MASKED
-from flopcalc.prediction.operator_kinds import classify
 
 _CATS = ("cat", "cat_one", "cat_cache", "cat_strided", "cat_strided_wide")  # a profile shows their sum only
 _LINES = ("gather", "scatter", "embedding_backward", "loss", "norm", "norm_backward", "sort", "random")
@@ -89,6 +90,7 @@ def fit_lines(cases: Sequence[ModelledCase]) -> tuple[dict[str, list[float]], di
     """
     rows: dict[str, list[Row]] = {}
     optimizers: dict[str, list[Row]] = {}
+    slower = load_defaults().device.zero_states_slower
     for each in cases:
         if not is_plain(each.case):
             continue
@@ -102,7 +104,9 @@ def fit_lines(cases: Sequence[ModelledCase]) -> tuple[dict[str, list[float]], di
             calls[piece.kind] += piece.calls
             moved[piece.kind] += piece.calls * (piece.reads + piece.writes)
             if piece.direction == "optimizer" and seconds["optimizer"]:
-                size = (piece.reads + piece.writes) * (weigh_zeros(piece.unseen) if piece.kind == "adamw" else 1.0)
+                size = (piece.reads + piece.writes) * (
+                    weigh_zeros(piece.unseen, slower) if piece.kind == "adamw" else 1.0
+                )
                 features = (1.0, float(piece.tensors), size)
                 optimizers.setdefault(piece.kind, []).append((features, seconds["optimizer"]))
         for kind in _LINES:

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from flopcalc.base.vocabulary import FUSED_KERNELS, CallMask, FusedKernel, PassDirection, ProductDirection
+from flopcalc.hardware.tiles import ProductSize
+from flopcalc.measure.operator_kinds import classify
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import MIN_ROWS_PER_EXPERT, SINGLE_CALL_WEIGHT
+from flopcalc.prediction.kernels.memory_bound import find_size
 from flopcalc.prediction.moe_versions import MASKED
-from flopcalc.prediction.operator_kinds import classify, find_size
 from flopcalc.prediction.work import Work
 
 _DTYPE_BYTES = {
@@ -54,6 +56,10 @@ class ProductPoint(NamedTuple):
     seconds: float
     calls: int
 
+    @property
+    def size(self) -> ProductSize:
+        return ProductSize(*self[:4])
+
 
 class GroupedPoint(NamedTuple):
     """Products of all experts in one call, m rows in all."""
@@ -64,6 +70,10 @@ class GroupedPoint(NamedTuple):
     n: int
     k: int
     seconds: float
+
+    @property
+    def size(self) -> ProductSize:
+        return ProductSize(self.direction, self.m, self.n, self.k, self.experts)
 
 
 class AttentionPoint(NamedTuple):

@@ -10,6 +10,7 @@ from flopcalc.base.errors import CalibrationError
 from flopcalc.base.files import write_whole
 from flopcalc.base.spelling import spell
 from flopcalc.hardware.devices import find_device
+from flopcalc.hardware.tiles import find_tiles
 from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
 from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
@@ -33,6 +34,7 @@ from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_adapters, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.narrow import is_narrow
+from flopcalc.prediction.kernels.attention import IN_WAVES
 from flopcalc.prediction.kernels.constants import (
     SCHEMA,
     Constants,
@@ -41,7 +43,7 @@ from flopcalc.prediction.kernels.constants import (
     Provenance,
     scale_host,
 )
-from flopcalc.prediction.kernels.machine import IN_WAVES, ProductShape
+from flopcalc.prediction.kernels.products import ProductShape
 from flopcalc.prediction.moe_versions import RECORDED
 
 
@@ -66,7 +68,8 @@ def fit_predictor(
         raise CalibrationError(
             "no profiled step shows a matrix product on a GPU: the profiler saw no kernels (is another one running?)"
         )
-    kernels = _fit_kernels(modelled, calls, gemm_table)
+    tiles = find_tiles(device)
+    kernels = _fit_kernels(modelled, calls, gemm_table, tiles)
     constants: Constants = {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -85,7 +88,7 @@ def fit_predictor(
     # Profiled kernels ran at a lowered clock. The first fit shows how far; the second is of kernels at the full clock.
     rates, slowdowns = fit_slowdown(modelled, constants)
     full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
-    constants = {**constants, **_fit_kernels(full_clock, calls, gemm_table)}
+    constants = {**constants, **_fit_kernels(full_clock, calls, gemm_table, tiles)}
     constants["probe_s"] = find_usual_probes(small)
     if known is not None:
         constants = take_over(constants, known)
@@ -109,8 +112,10 @@ def fit_again(
     others: Sequence[ModelledCase] = (),
     more_calls: Sequence[Json] = (),
     elsewhere: Sequence[ModelledCase] = (),
+    gemm_table: Sequence[Json] = (),
 ) -> Constants:
-    """Constants of a predictor fitted anew: the optimizer's, the host's, the clock's, and attention's in waves.
+    """Constants of a predictor fitted anew: plain products', the optimizer's, the host's, the clock's, and attention's
+    in waves.
 
     Its other kernels stay. `others` are small steps of more model types, perhaps of another machine, `more_calls`
     single calls of kernels that the records do not show, and `elsewhere` steps of other machines of the same device,
@@ -122,9 +127,11 @@ def fit_again(
     rates, slowdowns = fit_slowdown(modelled, constants)
     full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
     calls = [*more_calls, *(call for record in records for call in record.get("calls", ()))]
+    points = join_points(read_points(full_clock), read_single_calls(calls)).products
+    products = fit_products(points, read_gemm_table(gemm_table), find_tiles(device))
     changed: Constants = {
         **constants,
-        "products": {**constants["products"], "adapters": fit_adapters(calls)},
+        "products": {**constants["products"], **products, "adapters": fit_adapters(calls)},
         "attention": _fit_waves(constants, full_clock, calls),
         "moved": constants["moved"] | fit_curves(read_single_calls(more_calls).moved),
         "optimizer": fit_lines(full_clock)[1],
@@ -207,15 +214,18 @@ def take_over(constants: Constants, known: Constants) -> Constants:
     }
 
 
-def _fit_kernels(cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_table: Sequence[Json]) -> KernelConstants:
+def _fit_kernels(
+    cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_table: Sequence[Json], tiles: str
+) -> KernelConstants:  # fmt: skip
     """Constants of single kernels, from profiled steps and from single calls."""
     points = join_points(read_points(cases), read_single_calls(calls))
-    products = fit_products(points.products, read_gemm_table(gemm_table))
+    products = fit_products(points.products, read_gemm_table(gemm_table), tiles)
     shape = ProductShape(*products["shape"])
     lines, optimizers = fit_lines(cases)
     return {
         "products": {
             "shape": products["shape"],
+            "tiles": products["tiles"],
             "unaligned": products["unaligned"],
             "residuals": products["residuals"],
             "grouped": fit_grouped(points.grouped, shape),

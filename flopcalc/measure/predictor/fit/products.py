@@ -11,7 +11,7 @@ import numpy as np
 
 from flopcalc.base.errors import CalibrationError
 from flopcalc.hardware.routing import RANDOM
-from flopcalc.hardware.tiles import DIRECTIONS
+from flopcalc.hardware.tiles import ALIGNED, DIRECTIONS, choose_tile
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,
@@ -32,39 +32,42 @@ from flopcalc.measure.predictor.fit.choices import (
 from flopcalc.measure.predictor.fit.points import GroupedPoint, ProductPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, fit_positive, round_digits, solve_nonnegative
 from flopcalc.prediction.kernels.constants import PlainProducts
-from flopcalc.prediction.kernels.machine import (
+from flopcalc.prediction.kernels.products import (
     MIN_PART_K,
     SPLITS,
+    TILE_AREAS,
     TILES,
     GroupShape,
     ProductShape,
-    find_step,
     time_grouped,
     time_shape,
 )
 
-ALIGNED = 8  # widths that are a multiple of 8 start each row on 16 bytes
 
 
-def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] = ()) -> PlainProducts:
+def fit_products(
+    points: Sequence[ProductPoint], others: Sequence[ProductPoint] = (), tiles: str = ""
+) -> PlainProducts:  # fmt: skip
     """Constants of `time_shape`, the ratio that each shape leaves over, and the slowdown of unaligned widths.
 
-    `others` are products that were measured alone; they count for unaligned widths only.
+    `others` are products that were measured alone; they count for unaligned widths only. `tiles` names the table of
+    the device's tiles, if it has one.
     """
-    aligned = [point for point in points if find_step(point.n, point.k) == ALIGNED]
+    aligned = [point for point in points if point.size.find_step() == ALIGNED]
     if not aligned:
         raise CalibrationError("no profiled step has a layer whose widths are multiples of 8: no product can be fitted")
-    shape = ProductShape(*round_digits(_fit_shape(aligned), 6))
+    shape = ProductShape(*round_digits(_fit_shape(aligned, tiles), 6))
     slowdowns: dict[str, dict[str, list[float]]] = {}
     for point in (*points, *others):
-        step = find_step(point.n, point.k)
+        step = point.size.find_step()
         if step < ALIGNED and point.m * point.n * point.k > MIN_UNALIGNED_SIZE:
-            slowdowns.setdefault(str(step), {}).setdefault(point.direction, []).append(_find_ratio(shape, point))
+            slowdowns.setdefault(str(step), {}).setdefault(point.direction, []).append(_find_ratio(shape, point, tiles))
     residuals: dict[tuple[str, int, int, int], list[float]] = {}
     for point in aligned:
-        residuals.setdefault((point.direction, point.m, point.n, point.k), []).append(_find_ratio(shape, point))
+        residuals.setdefault((point.direction, point.m, point.n, point.k), []).append(_find_ratio(shape, point, tiles))
     return {
         "shape": list(shape),
+        "tiles": tiles,
         "unaligned": {
             step: {direction: _round_median(ratios) for direction, ratios in sorted(directions.items())}
             for step, directions in sorted(slowdowns.items())
@@ -73,10 +76,10 @@ def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] 
     }
 
 
-def _fit_shape(points: Sequence[ProductPoint]) -> ProductShape:
+def _fit_shape(points: Sequence[ProductPoint], tiles: str) -> ProductShape:
     """Constants with the least sum of errors; the count of processors, a whole number, is searched apart."""
     chosen = sorted(points, key=lambda point: -point.seconds * point.calls)[::PRODUCTS_STRIDE]
-    table = ProductTable(chosen)
+    table = ProductTable(chosen, tiles)
     seconds = np.array([point.seconds for point in chosen])
     weights = np.sqrt(seconds * [point.calls for point in chosen])
     weights /= weights.mean()
@@ -90,10 +93,10 @@ def _fit_shape(points: Sequence[ProductPoint]) -> ProductShape:
         is_share = [name in ("half", "quarter", "eighth") for name in ProductShape._fields[:-1]]
         most = [MAX_TILE_SHARE if each else math.inf for each in is_share]
         rates = fit_positive(
-            lambda rates: list_errors(ProductShape(*rates)._replace(units=units)),
+            lambda rates: list_errors(ProductShape(*(*rates, units))),
             rates, ROUNDED_ERROR, PRODUCTS_PULL, most,
         )  # fmt: skip
-        return ProductShape(*rates)._replace(units=units)
+        return ProductShape(*(*rates, units))
 
     def fit_units(shape: ProductShape) -> ProductShape:
         counts = range(round(shape.units / PROCESSORS_RANGE), round(shape.units * PROCESSORS_RANGE) + 1)
@@ -113,7 +116,7 @@ def _fit_shape(points: Sequence[ProductPoint]) -> ProductShape:
 
 def _find_start(table: ProductTable, seconds: object) -> ProductShape:
     """The usual constants with rate and bandwidth of the fastest products."""
-    return ProductShape()._replace(
+    return ProductShape.usual()._replace(
         rate=START_RATE_SHARE * float((table.flops / seconds).max()),
         bandwidth=START_BANDWIDTH_SHARE * float((table.bytes / seconds).max()),
     )
@@ -122,35 +125,36 @@ def _find_start(table: ProductTable, seconds: object) -> ProductShape:
 class ProductTable:
     """Many products, whose seconds are predicted at once: `time_shape` in arrays, which a search calls often."""
 
-    def __init__(self, points: Sequence[ProductPoint]) -> None:
-        m, n, k = np.array([_list_sizes(point) for point in points]).T
+    def __init__(self, points: Sequence[ProductPoint], tiles: str = "") -> None:
+        sizes = [point.size.turn() for point in points]
+        n, m, k = np.array(sizes).T
         self.flops = 2.0 * m * n * k
         self.bytes = 2.0 * (m * k + k * n + m * n)
-        options = [(*tile, parts) for tile in TILES for parts in SPLITS]
-        rows, columns, parts = (np.array(column)[:, None] for column in zip(*options, strict=True))
-        self.areas = rows * columns
-        self.tiles = -(-m // rows) * -(-n // columns) * parts
+        if tiles:
+            chosen = [choose_tile(tiles, point.size) for point in points]
+            counts = np.array([tile.count_tiles(*size[:2]) for tile, size in zip(chosen, sizes, strict=True)])[None]
+            self.areas, parts = (np.array([[getattr(tile, name) for tile in chosen]]) for name in ("area", "parts"))
+        else:
+            options = [(*tile, parts) for tile in TILES for parts in SPLITS]
+            rows, columns, parts = (np.array(column)[:, None] for column in zip(*options, strict=True))
+            self.areas, counts = rows * columns, -(-m // rows) * -(-n // columns)
+        self.ranks = np.searchsorted(TILE_AREAS, self.areas, side="right")
+        self.tiles = counts * parts
         self.depths = k / parts
         self.is_split = parts > 1
-        self.is_refused = self.is_split & (k < MIN_PART_K * parts)
+        self.is_refused = self.is_split & (k < MIN_PART_K * parts) & (not tiles)
 
     def predict(self, shape: ProductShape) -> Any:
-        shares = np.array([[shape.find_share(area)] for area in self.areas[:, 0]])
+        shares = np.array([shape.eighth, shape.quarter, shape.half, 1.0])[self.ranks]
         waves = -(-self.tiles // round(shape.units))
         computed = waves * self.areas * 2 * (self.depths + shape.lead) * shape.units / (shape.rate * shares)
         computed = np.where(self.is_refused, np.inf, computed + self.is_split * shape.split).min(axis=0)
         return shape.start + np.maximum(computed, self.bytes / shape.bandwidth)
 
 
-def _list_sizes(point: ProductPoint) -> tuple[int, int, int]:
-    """Rows, columns and depth of the matrix product that a direction is."""
-    m, n, k = point.m, point.n, point.k
-    return {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[point.direction]
-
-
-def _find_ratio(shape: ProductShape, point: ProductPoint) -> float:
+def _find_ratio(shape: ProductShape, point: ProductPoint, tiles: str) -> float:
     """Measured over predicted seconds."""
-    return point.seconds / time_shape(shape, point.direction, point.m, point.n, point.k)
+    return point.seconds / time_shape(shape, point.size, tiles)
 
 
 def _round_median(ratios: Sequence[float]) -> float:
@@ -160,10 +164,10 @@ def _round_median(ratios: Sequence[float]) -> float:
 # --- Experts ----------------------------------------------------------------------------------------------------------
 def fit_grouped(points: Sequence[GroupedPoint], plain: ProductShape) -> dict[str, list[float]]:
     """Constants of `time_grouped` per direction; where a direction's calls are too few, those of all directions."""
-    usual = GroupShape()
+    usual = GroupShape.usual()
     # Without measured experts: as fast in relation to plain products as on the device where both were measured.
     start = usual._replace(
-        rate=plain.rate * usual.rate / ProductShape().rate, bandwidth=GROUPED_BANDWIDTH_SHARE * plain.bandwidth
+        rate=plain.rate * usual.rate / ProductShape.usual().rate, bandwidth=GROUPED_BANDWIDTH_SHARE * plain.bandwidth
     )
     shared = _fit_group(points, start, plain.units)
     return {
@@ -180,10 +184,7 @@ def _fit_group(points: Sequence[GroupedPoint], start: GroupShape, units: float) 
 
     def list_errors(constants: Sequence[float]) -> list[float]:
         shape = GroupShape(*constants)
-        predicted = [
-            time_grouped(shape, units, point.direction, point.experts, point.m, point.n, point.k, RANDOM)
-            for point in points
-        ]
+        predicted = [time_grouped(shape, units, point.size._replace(routing=RANDOM)) for point in points]
         return [math.log(seconds / point.seconds) for seconds, point in zip(predicted, points, strict=True)]
 
     return GroupShape(*fit_positive(list_errors, start, GROUPED_ROUNDED_ERROR, GROUPED_PULL))

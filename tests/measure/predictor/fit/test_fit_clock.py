@@ -17,7 +17,7 @@ from flopcalc.measure.predictor.fit.clock import (
     scale_to_full_clock,
 )
 from flopcalc.measure.predictor.runs import cut_config, make_case
-from flopcalc.prediction.kernels.machine import ProductShape, time_shape
+from flopcalc.prediction.kernels.products import ProductShape, time_shape
 
 CONFIG = cut_config("llama-3.2-1b", 4)
 SLOWDOWNS = {"forward": Slowdown(0.34, 0.6), "backward": Slowdown(0.32, 1.2)}
@@ -35,7 +35,7 @@ def _profile_products(phase: str, batch: int, seq: int) -> ModelledCase:
     for each in plain.work.products:
         m, n, k = each.m, each.n, each.k
         shapes = {"forward": [[m, k], [k, n]], "dgrad": [[m, n], [n, k]], "wgrad": [[n, m], [m, k]]}[each.direction]
-        us = 1e6 * time_shape(shape, each.direction, m, n, k)
+        us = 1e6 * time_shape(shape, each.size, SHIPPED["products"].get("tiles", ""))
         rows.append(["aten::mm", each.direction != "forward", str(shapes), BF16, 1, 1, us, "nvjet"])
     rows.append(["aten::_fused_adamw_", False, "[]", "", 1, 1, 900.0, "multi_tensor_apply"])
     return plain._replace(case={**plain.case, "operators": rows})

@@ -11,7 +11,7 @@ from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.memory import fit_curve, fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import MovedPoint
 from flopcalc.measure.predictor.runs import make_case
-from flopcalc.prediction.kernels.machine import weigh_zeros
+from flopcalc.prediction.kernels.memory_bound import weigh_zeros
 
 
 def test_a_curve_takes_the_weighted_median_of_each_half_octave() -> None:
@@ -53,7 +53,9 @@ def _profile_lines(batch: int, seq: int, layers: int, **changed: Any) -> Modelle
         moved = piece.reads + piece.writes
         if piece.direction == "optimizer":
             start, per_tensor, per_byte = LINES["optimizer"]
-            seconds["optimizer"] += start + per_tensor * piece.tensors + per_byte * moved * weigh_zeros(piece.unseen)
+            seconds["optimizer"] += (
+                start + per_tensor * piece.tensors + per_byte * moved * weigh_zeros(piece.unseen, 1.69)
+            )
         elif piece.kind in LINES:
             start, per_byte = LINES[piece.kind]
             seconds[piece.kind] += piece.calls * (start + per_byte * moved)

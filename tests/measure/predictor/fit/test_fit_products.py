@@ -10,16 +10,17 @@ from fitted import BF16, MIXTRAL, model, profile
 
 from flopcalc.base.errors import CalibrationError
 from flopcalc.hardware.routing import RANDOM
+from flopcalc.hardware.tiles import ProductSize
 from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.points import ProductPoint, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import ProductTable, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.runs import cut_config, make_case
 from flopcalc.measure.predictor.single_calls import list_rows
-from flopcalc.prediction.kernels.machine import GroupShape, ProductShape, time_grouped, time_shape
+from flopcalc.prediction.kernels.products import GroupShape, ProductShape, time_grouped, time_shape
 
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 SHAPES = [
-    ProductShape(),
+    ProductShape.usual(),
     ProductShape(500e12, 100.0, 5e-6, 0.9, 0.8, 0.7, 2e12, 2e-6, 132.0),
     ProductShape(250e12, 120.0, 4e-6, 0.95, 0.8, 0.7, 1.6e12, 5e-6, 108.0),  # as many processors as an A100 has
 ]
@@ -27,7 +28,7 @@ SHAPES = [
 
 def _time_products(shape: ProductShape) -> list[ProductPoint]:
     return [
-        ProductPoint(way, m, n, k, time_shape(shape, way, m, n, k), 1)
+        ProductPoint(way, m, n, k, time_shape(shape, ProductSize(way, m, n, k)), 1)
         for way in DIRECTIONS
         for m in (48, 512, 1260, 2048, 5400, 8192)
         for n, k in ((1024, 1024), (4096, 1024), (1024, 4096), (8192, 2048), (2304, 1920), (1280, 4352), (896, 4864))
@@ -38,14 +39,16 @@ def _time_products(shape: ProductShape) -> list[ProductPoint]:
 def test_products_find_their_constants(shape: ProductShape) -> None:
     """The count of processors exactly, rate, lead, start and bandwidth within 1 %, all seconds within 3 %."""
     points = _time_products(shape)
-    unaligned = [ProductPoint("forward", 4096, 1004, 4096, 4 * time_shape(shape, "forward", 4096, 1004, 4096), 1)]
+    unaligned = [
+        ProductPoint("forward", 4096, 1004, 4096, 4 * time_shape(shape, ProductSize("forward", 4096, 1004, 4096)), 1)
+    ]
     found = fit_products(points, unaligned)
     fitted = ProductShape(*found["shape"])
     assert fitted.units == shape.units
     for name in ("rate", "lead", "start", "bandwidth"):
         assert getattr(fitted, name) == pytest.approx(getattr(shape, name), rel=0.01), name
     for point in points:
-        assert time_shape(fitted, *point[:4]) == pytest.approx(point.seconds, rel=0.03)
+        assert time_shape(fitted, point.size) == pytest.approx(point.seconds, rel=0.03)
     assert len(found["residuals"]) == len(points)
     for *key, ratio in found["residuals"]:
         assert ratio == pytest.approx(1.0, abs=0.03), key
@@ -54,7 +57,7 @@ def test_products_find_their_constants(shape: ProductShape) -> None:
 
 def test_what_shapes_take_beyond_the_formula_is_kept() -> None:
     """The median over calls of one shape; rows are sorted."""
-    points = [point for point in _time_products(ProductShape()) if point.direction == "forward"]
+    points = [point for point in _time_products(ProductShape.usual()) if point.direction == "forward"]
     slow = [points[0]._replace(seconds=scale * points[0].seconds, calls=0) for scale in (1.4, 1.5)]
     found = fit_products([*points[1:], slow[0], slow[1], points[0]])
     ratios = {tuple(key): ratio for *key, ratio in found["residuals"]}
@@ -71,7 +74,7 @@ def test_unaligned_products_alone_are_refused() -> None:
 def test_a_table_is_the_formula_for_many_products(shape: ProductShape) -> None:
     sizes = (1, 8, 130, 1000, 1024, 8200, 128256)
     points = [ProductPoint(way, m, n, k, 1.0, 1) for way in DIRECTIONS for m in sizes for n in sizes for k in sizes]
-    expected = [time_shape(shape, *point[:4]) for point in points]
+    expected = [time_shape(shape, point.size) for point in points]
     np.testing.assert_allclose(ProductTable(points).predict(shape), expected, rtol=1e-12)
 
 
@@ -91,62 +94,69 @@ def _profile_experts(shape: GroupShape, batch: int, seq: int, **changed: Any) ->
                 "dgrad": [[m, n], [copies, n, k], [copies]],
                 "wgrad": [[n, m], [m, k], [copies]],
             }
-            us = 2e6 * time_grouped(shape, 132.0, each.direction, copies, m, n, k, RANDOM)
+            us = 2e6 * time_grouped(shape, 132.0, each.size._replace(routing=RANDOM))
             is_backward = each.direction != "forward"
             rows.append(["aten::_grouped_mm", is_backward, str(shapes[each.direction]), "", 2, 4, us, "cutlass"])
     return plain._replace(case={**plain.case, "operators": rows})
 
 
 @pytest.mark.parametrize(
-    "shape", [GroupShape(), GroupShape(rate=600e12, turn=3e-6), GroupShape(bandwidth=2e12, lead=300.0)]
+    "shape",
+    [
+        GroupShape.usual(),
+        GroupShape.usual()._replace(rate=600e12, turn=3e-6),
+        GroupShape.usual()._replace(bandwidth=2e12, lead=300.0),
+    ],
 )
 def test_grouped_products_find_their_constants(shape: GroupShape) -> None:
     """Or others that give the same seconds within 10 %: few sizes do not determine all six."""
     points = read_points(_profile_experts(shape, batch, seq) for batch, seq in EXPERT_STEPS).grouped
-    found = fit_grouped(points, ProductShape())
+    found = fit_grouped(points, ProductShape.usual())
     assert list(found) == ["forward", "dgrad", "wgrad"]
     for point in points:
-        seconds = time_grouped(GroupShape(*found[point.direction]), 132.0, *point[:5], RANDOM)
+        seconds = time_grouped(GroupShape(*found[point.direction]), 132.0, point.size._replace(routing=RANDOM))
         assert seconds == pytest.approx(point.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("changed", [{"recompute": "full"}, {"compiled": True}, {"phase": "decode", "context": 64}])
 def test_steps_that_say_nothing_about_experts(changed: dict[str, Any]) -> None:
     """They leave the constants where they start."""
-    slow = [_profile_experts(GroupShape(rate=300e12), 2, 1024, **changed) for _ in range(9)]
+    slow = [_profile_experts(GroupShape.usual()._replace(rate=300e12), 2, 1024, **changed) for _ in range(9)]
     points = read_points(slow).grouped
     assert points == []
-    shape = GroupShape(bandwidth=0.8 * ProductShape().bandwidth)
-    assert fit_grouped(points, ProductShape()) == {way: pytest.approx(list(shape)) for way in DIRECTIONS}
+    shape = GroupShape.usual()._replace(bandwidth=0.8 * ProductShape.usual().bandwidth)
+    assert fit_grouped(points, ProductShape.usual()) == {way: pytest.approx(list(shape)) for way in DIRECTIONS}
 
 
 def test_a_slow_device_is_seen_in_its_experts() -> None:
-    points = read_points(_profile_experts(GroupShape(rate=300e12), *size) for size in EXPERT_STEPS).grouped
-    assert fit_grouped(points, ProductShape())["wgrad"][0] == pytest.approx(300e12, rel=0.1)
+    points = read_points(
+        _profile_experts(GroupShape.usual()._replace(rate=300e12), *size) for size in EXPERT_STEPS
+    ).grouped
+    assert fit_grouped(points, ProductShape.usual())["wgrad"][0] == pytest.approx(300e12, rel=0.1)
 
 
 @pytest.mark.parametrize(("faster", "wider"), [(1.0, 1.0), (0.4, 0.5), (2.0, 1.5)])
 def test_experts_that_were_not_measured_follow_plain_products(faster: float, wider: float) -> None:
-    usual, plain = GroupShape(), ProductShape()
+    usual, plain = GroupShape.usual(), ProductShape.usual()
     device = plain._replace(rate=faster * plain.rate, bandwidth=wider * plain.bandwidth)
     for rate, lead, bandwidth, *rest in fit_grouped([], device).values():
         assert (rate, bandwidth) == pytest.approx((faster * usual.rate, wider * 0.8 * plain.bandwidth), rel=1e-4)
         assert (lead, *rest) == (usual.lead, *usual[3:])
 
 
-@pytest.mark.parametrize("shape", [GroupShape(), GroupShape(250e12, 100.0, 1.4e12, 0.6, 2e-6, 5e-6)])
+@pytest.mark.parametrize("shape", [GroupShape.usual(), GroupShape(250e12, 100.0, 1.4e12, 0.6, 2e-6, 5e-6)])
 def test_experts_find_what_single_calls_were_made_of(shape: GroupShape) -> None:
     """The calibration's own sizes determine every constant: most within 5 %, a processor's turn within 20 %."""
     row = list_rows("quick")["calls/experts"]
     calls = [
         {"direction": way, "copies": copies, "m": mean * copies, "n": n, "k": k,
-         "seconds": time_grouped(shape, 132.0, way, copies, mean * copies, n, k, RANDOM)}
+         "seconds": time_grouped(shape, 132.0, ProductSize(way, mean * copies, n, k, copies, RANDOM))}
         for copies, n, k in row["experts"]
         for mean in row["rows"]
         for way in ("forward", "dgrad", "wgrad")
     ]  # fmt: skip
     # Plain products of the same device are a little faster; the search starts from them.
-    plain = ProductShape()._replace(rate=1.08 * shape.rate, bandwidth=1.28 * shape.bandwidth)
+    plain = ProductShape.usual()._replace(rate=1.08 * shape.rate, bandwidth=1.28 * shape.bandwidth)
     found = fit_grouped(read_single_calls(calls).grouped, plain)
     for way, constants in found.items():
         rate, lead, bandwidth, small, turn, _ = constants

@@ -77,9 +77,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     }.items()
 }
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
-_LARGE_SUM = 1e6  # bytes; what a smaller sum takes hardly depends on its shape
-_NARROW = 1024  # bytes that are left of a sum over all tokens: the gradient of a norm over heads
-_SMALL_SORT = 2048  # bytes
 
 
 def classify(name: str) -> str:
@@ -90,27 +87,3 @@ def classify(name: str) -> str:
     if found is None and short.endswith("_") and not short.endswith("__"):
         found = _KIND_OF.get(short[:-1])
     return found or "other"
-
-
-def name_shape(kind: str, reads: float, writes: float) -> str:
-    """The kind of a memory-bound call with what its bytes say about its shape, if that changes its time."""
-    if kind == "reduce" and reads > _LARGE_SUM and writes:
-        few = reads / writes
-        if writes <= _NARROW:
-            return "reduce_narrow"
-        return "reduce_few" if few <= 16 else "reduce_short" if few <= 512 else kind
-    if kind == "sort" and reads > _SMALL_SORT:
-        # A sort leaves values and places of them; the largest of each row are fewer than the row, a count has one
-        # number for each expert, a running sum of flags is eight times as long.
-        left = writes / reads
-        return "sort_whole" if 1.9 < left < 2.1 else "sort_top" if 0.02 < left < 4 else kind
-    if kind == "copy_strided" and writes >= 1.5 * reads:
-        return "copy_strided_spread"
-    return kind
-
-
-def find_size(kind: str, reads: float, writes: float) -> float:
-    """What a call's time grows with: its bytes; of sums over heads, the number of these."""
-    if kind == "reduce_short":
-        return writes / 4  # in fp32
-    return reads / writes if kind == "reduce_narrow" else reads + writes
