@@ -21,7 +21,7 @@ from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
 from flopcalc.planning.money import Rate, count_energy, find_price
 from flopcalc.planning.network import Interconnect, check_reach, find_interconnect
 from flopcalc.planning.results import Loser, Plan, PlannedLayout, Point, find_usable
-from flopcalc.planning.seconds import PARTS, Overlaps, LayoutSeconds
+from flopcalc.planning.seconds import PARTS, LayoutSeconds, Overlaps
 from flopcalc.planning.step import LayoutTimer
 from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.execution_options import describe_formats

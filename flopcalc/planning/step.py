@@ -37,7 +37,7 @@ from flopcalc.planning.cut import (
 )
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
-from flopcalc.planning.seconds import PARTS, DeviceTime, Kinds, LayoutTime, Overlaps, LayoutSeconds
+from flopcalc.planning.seconds import PARTS, DeviceTime, Kinds, LayoutSeconds, LayoutTime, Overlaps
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.execution_options import change, find_kernel, settle

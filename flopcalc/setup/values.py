@@ -22,7 +22,7 @@ from flopcalc.base.units import (
 )
 from flopcalc.base.vocabulary import check_flag, check_word
 from flopcalc.core.workload.workload import Grid, read_grids
-from flopcalc.hardware.routing import Routing, parse_routing
+from flopcalc.hardware.routing import parse_routing
 from flopcalc.setup.fields import Field
 
 _SIZE = re.compile(r"-?\d+[xX]-?\d+")

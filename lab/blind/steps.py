@@ -137,7 +137,7 @@ def predict_step(
     )  # fmt: skip
 
 
-def bind_counted(name: str, routing: object) -> Estimator:
+def bind_counted(name: str, routing: Any) -> Estimator:
     """A counted step's model under `--convention hardware --device h200`; `routing` is for models with experts."""
     config = ROUND.get_counted_config(name)
     return bind(

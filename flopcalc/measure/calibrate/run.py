@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_user_dir
 from flopcalc.base.errors import CalibrationError, DeviceError, format_nearest
-from flopcalc.hardware.tables import FOLDER, SHAPES, MeasuredTable, find_table, is_stored, list_folder, load_table, save_table
+from flopcalc.hardware.tables import (
+    FOLDER,
+    SHAPES,
+    MeasuredTable,
+    find_table,
+    is_stored,
+    list_folder,
+    load_table,
+    save_table,
+)
 from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine
 from flopcalc.measure.calibrate.provenance import has_gpu
 from flopcalc.measure.calibrate.suite import TABLES, finish_table, plan_table

@@ -318,8 +318,10 @@ class _ExpectedCounts:
                 source, recipe=recipe, convention="hardware", attention_kernel=kernel, device=device, routing=routing
             )
             estimate = fused.estimate(load)
-            kernel += "" if routing is None else f", routing {routing}"
-        self._hardware = (estimate.total, f"hardware, {kernel}")
+            said = "" if routing is None else f", routing {routing}"
+            self._hardware = (estimate.total, f"hardware, {kernel}{said}")
+        else:
+            self._hardware = (estimate.total, "hardware, eager")
 
     def of(self, witness: str) -> tuple[int, str]:
         if witness == "fvcore":

@@ -109,6 +109,6 @@ def are_fitted(given: Mapping[str, Any]) -> bool:
 
 
 def _is_alike(value: object, usual: object) -> bool:
-    if isinstance(usual, Mapping):
-        return isinstance(value, Mapping) and value.keys() == usual.keys() and not find_fault(value, dict[str, FromZero])
-    return not find_fault(value, FromZero)
+    kind = dict[str, FromZero] if isinstance(usual, Mapping) else FromZero
+    is_named = not isinstance(usual, Mapping) or (isinstance(value, Mapping) and value.keys() == usual.keys())
+    return is_named and not find_fault(value, kind)

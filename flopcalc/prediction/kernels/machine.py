@@ -8,9 +8,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.base.errors import DeviceError, SpecError
-from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, CallMask, PassDirection, ProductDirection
+from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, ProductDirection
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
-from flopcalc.hardware.routing import EVEN, Routing
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import ALIGNED, ProductSize, pad
 from flopcalc.prediction.kernels.attention import attention_features, name_mask

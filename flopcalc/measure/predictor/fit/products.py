@@ -44,7 +44,6 @@ from flopcalc.prediction.kernels.products import (
 )
 
 
-
 def fit_products(
     points: Sequence[ProductPoint], others: Sequence[ProductPoint] = (), tiles: str = ""
 ) -> PlainProducts:  # fmt: skip
