@@ -18,6 +18,7 @@ TILE_AREAS = (8192, 16384, 32768)  # from which a tile is a quarter of the large
 MIN_PART_K = 512
 
 
+_THIN = 32  # products with fewer rows are not in the tables of tiles
 GRADIENT_BYTES = 8  # a weight's gradient is added to a buffer of float32: read and written
 # What an adapter's rank is padded to: 48 takes as long as 64 (lora-qwen2-7b in benchmarks/results/blind_steps_5.json).
 NARROW_TILE = 32
@@ -50,10 +51,11 @@ def time_shape(shape: ProductShape, size: ProductSize, tiles: str = "") -> float
     """Seconds of one product.
 
     `tiles` names the table of the tiles that the device's kernels have: executed FLOPs come from the same tile. The
-    older kernels of unaligned widths have no entry there; a measured factor says how much longer they take.
+    older kernels of unaligned widths have no entry there; a measured factor says how much longer they take. Nor have
+    those of products with few rows, as in decoding.
     """
     rows, columns, depth = size.turn()
-    if not tiles or size.find_step() < ALIGNED:
+    if not tiles or size.find_step() < ALIGNED or min(size[1:4]) < _THIN:
         return time_matrix(shape, columns, rows, depth, 1)
     tile = choose_tile(tiles, size)
     computed = _time_tiles(shape, tile.area, tile.count_tiles(rows, columns), depth, tile.parts)
