@@ -115,8 +115,9 @@ def measure(out: Path, models: list[str], device: str, config: Json | None = Non
 
     kept: Json = {
         "provenance": {**describe_machine(device), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
-        "cases": [], "failures": [],
-    }  # fmt: skip
+        "cases": [],
+        "failures": [],
+    }
     bench = Bench(device)
     for name in models:
         preset, _, layers = name.partition(":")

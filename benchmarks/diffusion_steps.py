@@ -159,9 +159,11 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
 
     where = torch.cuda.get_device_name() if torch.cuda.is_available() and not options.tiny else "cpu"
     made_with = {
-        "torch": torch.__version__, "diffusers": diffusers.__version__, "device": where,
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "device": where,
         "commit": os.environ.get("FLOPCALC_COMMIT", ""),
-    }  # fmt: skip
+    }
     os.makedirs(options.out, exist_ok=True)
     path = os.path.join(options.out, NAME)
     with open(f"{path}.part", "w", encoding="utf-8") as file:
@@ -193,8 +195,10 @@ def show(path: str) -> str:
     tables = [format_grid(["step", "batch", "s", "predicted s", "TFLOP/s"], lines)]
     for row in found["rows"]:
         whole = sum(each["us"] for each in row["operators"]) or 1
-        shown = [[each["name"], each["calls"], f"{each['us'] / 1000:.3f}", f"{100 * each['us'] / whole:.1f} %"]
-                 for each in row["operators"][:12]]  # fmt: skip
+        shown = [
+            [each["name"], each["calls"], f"{each['us'] / 1000:.3f}", f"{100 * each['us'] / whole:.1f} %"]
+            for each in row["operators"][:12]
+        ]
         tables.append(f"{row['step']}\n" + format_grid(["operator", "calls", "ms", "share"], shown))
     return "\n\n".join(tables)
 

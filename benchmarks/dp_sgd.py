@@ -46,10 +46,15 @@ def measure(options: argparse.Namespace, call: str = CHILD) -> Swept:
     os.makedirs(options.out, exist_ok=True)
     # No launcher: one at a time, also where several GPUs are free, for neighbours would share the host.
     swept = run_sweep(
-        configurations, options.work or os.path.join(options.out, "work"), runs_dir=None, fresh=options.fresh,
-        retry_failed=options.retry_failed, progress=Progress(sys.stderr, lists_results=True), call=call,
+        configurations,
+        options.work or os.path.join(options.out, "work"),
+        runs_dir=None,
+        fresh=options.fresh,
+        retry_failed=options.retry_failed,
+        progress=Progress(sys.stderr, lists_results=True),
+        call=call,
         on_rows=lambda rows: write_results(rows, path, describe_command(options)),
-    )  # fmt: skip
+    )
     if swept.ran or not os.path.exists(path):
         write_results(swept.rows, path, describe_command(options))
     return swept

@@ -90,9 +90,13 @@ KNOWN: tuple[tuple[str, int, int], ...] = (
     ("deepseek-v2-lite", 3, 1250),
 )  # fmt: skip
 NEW: tuple[tuple[str, int, int], ...] = (
-    ("granitemoe-1152", 1, 509), ("olmoe-1024", 3, 777), ("mixtral-1280", 1, 311), ("qwen2-moe-1280", 2, 1013),
-    ("glm4-moe-1536", 2, 643), ("deepseek-v3-1024", 5, 391),
-)  # fmt: skip
+    ("granitemoe-1152", 1, 509),
+    ("olmoe-1024", 3, 777),
+    ("mixtral-1280", 1, 311),
+    ("qwen2-moe-1280", 2, 1013),
+    ("glm4-moe-1536", 2, 643),
+    ("deepseek-v3-1024", 5, 391),
+)
 CASES = {f"{model} {batch}x{seq}": (model, batch, seq) for model, batch, seq in (*KNOWN, *NEW)}
 
 
@@ -151,8 +155,11 @@ def predict(out: Path) -> None:
     from flopcalc.measure.calibrate.provenance import find_commit
 
     new = [f"{model} {batch}x{seq}" for model, batch, seq in NEW]
-    kept = {"commit": find_commit(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "executed_flops": {name: count(name) for name in new}}  # fmt: skip
+    kept = {
+        "commit": find_commit(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "executed_flops": {name: count(name) for name in new},
+    }
     out.write_text(json.dumps(kept, indent=1) + "\n")
 
 
@@ -173,10 +180,15 @@ def report(measured: Path) -> str:
 
     new = {f"{model} {batch}x{seq}" for model, batch, seq in NEW}
     rows = [
-        [name, "yes" if name in new else "", f"{executed / 1e12:.3f} T", f"{counted / 1e12:.3f} T",
-         f"{100 * error:+.2f} %"]
+        [
+            name,
+            "yes" if name in new else "",
+            f"{executed / 1e12:.3f} T",
+            f"{counted / 1e12:.3f} T",
+            f"{100 * error:+.2f} %",
+        ]
         for name, executed, counted, error in list_errors(measured)
-    ]  # fmt: skip
+    ]
     return format_grid(["step", "new", "executed", "counted", "error"], rows, "github")
 
 

@@ -48,18 +48,26 @@ def get_config(name: str) -> Json:
 
 
 def measure_cases(
-    out: Path, device: str, command: str, cases: dict[str, Json], configs: Callable[[str], Json],
+    out: Path,
+    device: str,
+    command: str,
+    cases: dict[str, Json],
+    configs: Callable[[str], Json],
     prepare: Callable[[Any], object] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """One step of each case under the counter; `prepare` may change a runner's model before it runs."""
     from flopcalc.measure.calibrate.provenance import describe_machine
     from flopcalc.measure.predictor.runs import Runner
 
     kept: Json = {
-        "provenance": {**describe_machine(device), "command": command,
-                       "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
-        "cases": [], "failures": [],
-    }  # fmt: skip
+        "provenance": {
+            **describe_machine(device),
+            "command": command,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        },
+        "cases": [],
+        "failures": [],
+    }
     for name, case in cases.items():
         begun = time.monotonic()
         runner = Runner(device, configs)
@@ -108,8 +116,14 @@ def report(measured: Path) -> str:
     rows = []
     for case in json.loads(measured.read_text())["cases"]:
         counted, executed = count(case["case"]), case["executed_flops"]
-        rows.append([case["case"], f"{executed / 1e12:.3f} T", f"{counted / 1e12:.3f} T",
-                     f"{100 * (counted / executed - 1):+.2f} %"])  # fmt: skip
+        rows.append(
+            [
+                case["case"],
+                f"{executed / 1e12:.3f} T",
+                f"{counted / 1e12:.3f} T",
+                f"{100 * (counted / executed - 1):+.2f} %",
+            ]
+        )
     return format_grid(["step", "executed", "counted", "error"], rows, "github")
 
 

@@ -176,9 +176,16 @@ def compare(case: Json, version: str) -> Json:
     assert constants is not None
     pace = case["probe_s"] / constants["probe_s"]["train"]
     found = predict(
-        get_config(case["model"]), device="h200", batch_size=case["batch"], seq_len=case["seq"],
-        recompute=case["recompute"], advise=False, transformers=version, host_factor=pace, routing=RANDOM,
-    )  # fmt: skip
+        get_config(case["model"]),
+        device="h200",
+        batch_size=case["batch"],
+        seq_len=case["seq"],
+        recompute=case["recompute"],
+        advise=False,
+        transformers=version,
+        host_factor=pace,
+        routing=RANDOM,
+    )
     low, mid, high = found.step_time_s
     return {
         **{key: case[key] for key in ("model", "batch", "seq", "recompute")},
@@ -202,11 +209,19 @@ def report(measured: Path) -> str:
     rows = [compare(case, version) for case in kept["cases"]]
     errors = [abs(row["error"]) for row in rows]
     lines = [
-        [row["model"], f"{row['batch']} × {row['seq']}", row["recompute"], row["bound"], f"{row['host_factor']:.2f}",
-         f"{1e3 * row['measured_s']:.2f}", f"{1e3 * row['predicted_s']:.2f}", f"{100 * row['error']:+.1f} %",
-         "yes" if row["is_inside"] else "no"]
+        [
+            row["model"],
+            f"{row['batch']} × {row['seq']}",
+            row["recompute"],
+            row["bound"],
+            f"{row['host_factor']:.2f}",
+            f"{1e3 * row['measured_s']:.2f}",
+            f"{1e3 * row['predicted_s']:.2f}",
+            f"{100 * row['error']:+.1f} %",
+            "yes" if row["is_inside"] else "no",
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     head = ["model", "tokens", "recompute", "bound", "host factor", "measured ms", "predicted ms", "error", "inside"]
     inside = sum(row["is_inside"] for row in rows)
     return (

@@ -112,12 +112,16 @@ def narrow_weights(torch: Any, model: Any) -> None:
 
     for parent, name, layer in _list_linears(torch, model):
         made = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=torch.bfloat16,
-            quant_type="nf4", compress_statistics=True,
-        )  # fmt: skip
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            compute_dtype=torch.bfloat16,
+            quant_type="nf4",
+            compress_statistics=True,
+        )
         weight = bnb.nn.Params4bit(
             layer.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
-        )  # fmt: skip
+        )
         made.weight = weight
         setattr(parent, name, made.to(layer.weight.device))
 
@@ -159,8 +163,12 @@ def measure(out: Path, names: list[str], device: str) -> None:
     """Time the cases; keep what is there after each."""
     from flopcalc.measure.calibrate.provenance import describe_machine, find_version
 
-    about = {**describe_machine(device), "peft": find_version("peft"), "bitsandbytes": find_version("bitsandbytes"),
-             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+    about = {
+        **describe_machine(device),
+        "peft": find_version("peft"),
+        "bitsandbytes": find_version("bitsandbytes"),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     kept: Json = {"provenance": about, "cases": [], "failures": []}
     for name in names:
         begun = time.monotonic()
@@ -213,14 +221,24 @@ def compare(case: Json, factor: float = 1.0) -> Json:
     name, kind = case["model"], case["kind"]
     options: Json = {}
     if kind in ("lora", "qlora"):
-        options = {"lora": {"r": _RANK, "targets": list(TARGETS)}, "autocast": case["autocast"],
-                   "recompute": case["recompute"]}  # fmt: skip
+        options = {
+            "lora": {"r": _RANK, "targets": list(TARGETS)},
+            "autocast": case["autocast"],
+            "recompute": case["recompute"],
+        }
     if kind == "qlora":
         options["weights"] = "nf4"
     found = predict(
-        get_config(name), device="h200", batch_size=case["batch"], seq_len=case["seq"], phase=case["phase"],
-        advise=False, host_factor=factor, transformers="5.17", **options,
-    )  # fmt: skip
+        get_config(name),
+        device="h200",
+        batch_size=case["batch"],
+        seq_len=case["seq"],
+        phase=case["phase"],
+        advise=False,
+        host_factor=factor,
+        transformers="5.17",
+        **options,
+    )
     low, mid, high = found.step_time_s
     return {"case": name, "measured_s": case["seconds"], "predicted_s": mid, "bound": found.bound,
             "is_inside": low <= case["seconds"] <= high}  # fmt: skip
@@ -241,8 +259,16 @@ def report(measured: Json) -> str:
         factor = case["probe_s"] / constants["probe_s"]["train" if case["phase"] == "train" else "forward"]
         row = compare(case, factor)
         error = row["predicted_s"] / row["measured_s"] - 1
-        rows.append([row["case"], row["bound"], f"{1e3 * row['measured_s']:.1f}", f"{1e3 * row['predicted_s']:.1f}",
-                     f"{100 * error:+.1f} %", "yes" if row["is_inside"] else "no"])  # fmt: skip
+        rows.append(
+            [
+                row["case"],
+                row["bound"],
+                f"{1e3 * row['measured_s']:.1f}",
+                f"{1e3 * row['predicted_s']:.1f}",
+                f"{100 * error:+.1f} %",
+                "yes" if row["is_inside"] else "no",
+            ]
+        )
     return format_grid(["case", "bound", "measured ms", "predicted ms", "error", "inside"], rows, "github")
 
 

@@ -190,11 +190,13 @@ def run_torchtitan(root: Path) -> Iterator[Row]:
     from flopcalc.integrations.torchtitan import get_nparams_and_flops, map_config
 
     flavours = (
-        ("llama3", "llama3_configs", "debugmodel", ("flex",)), ("llama3", "llama3_configs", "8B", ("flex",)),
-        ("qwen3", "qwen3_configs", "8B", ("flex",)), ("qwen3", "qwen3_configs", "30B-A3B", ("flex",)),
+        ("llama3", "llama3_configs", "debugmodel", ("flex",)),
+        ("llama3", "llama3_configs", "8B", ("flex",)),
+        ("qwen3", "qwen3_configs", "8B", ("flex",)),
+        ("qwen3", "qwen3_configs", "30B-A3B", ("flex",)),
         ("deepseek_v3", "deepseekv3_configs", "671B", ("flex", "standard")),
         ("gpt_oss", "gptoss_configs", "20b", ("standard",)),
-    )  # fmt: skip
+    )
     for family, table, flavour, arguments in flavours:
         module = load(f"torchtitan.models.{family}", root)
         config = getattr(module, table)[flavour](*arguments)
@@ -217,10 +219,16 @@ def run_megatron_bridge(root: Path) -> Iterator[Row]:
     inner = ("training", "training.utils", "utils", "data", "data.datasets", "peft")
     packages = ("megatron", "megatron.bridge", *(f"megatron.bridge.{name}" for name in inner))
     theirs = load(
-        "megatron.bridge.training.utils.flop_utils", root, light=packages,
-        absent=("megatron.bridge.data.datasets.packing_utils", "megatron.bridge.training.config",
-                "megatron.bridge.utils.common_utils", "megatron.bridge.peft.lora"),
-    )  # fmt: skip
+        "megatron.bridge.training.utils.flop_utils",
+        root,
+        light=packages,
+        absent=(
+            "megatron.bridge.data.datasets.packing_utils",
+            "megatron.bridge.training.config",
+            "megatron.bridge.utils.common_utils",
+            "megatron.bridge.peft.lora",
+        ),
+    )
     theirs.LoRA = type("LoRA", (), {})
     for name, provider in make_providers(torch.nn.functional.silu).items():
         cfg = types.SimpleNamespace(model=provider)

@@ -36,9 +36,16 @@ def make_model(size: str, folder: Path) -> Any:
     hidden, intermediate, layers, heads, key_heads, _ = SIZES[size]
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=key_heads, vocab_size=101, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=101,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)  # the trainer loads it again as its reference
     return transformers.Qwen2ForCausalLM.from_pretrained(folder)
 
@@ -108,9 +115,13 @@ def run(arm: str, size: str, steps: int, device: str, folder: Path) -> Run:
     monitoring = {"mfu_calculation_mode": arm, "peak_flops_per_s": 1e15, "dtype": "fp32"}
     callbacks = [] if arm.startswith("none") else [FlopcalcCallback({"monitoring": monitoring})]
     trainer = Timed(
-        model=make_model(size, folder / "model"), args=args, train_dataset=make_rows("prompt"),
-        processing_class=make_tokenizer(), reward_funcs=reward, callbacks=callbacks,
-    )  # fmt: skip
+        model=make_model(size, folder / "model"),
+        args=args,
+        train_dataset=make_rows("prompt"),
+        processing_class=make_tokenizer(),
+        reward_funcs=reward,
+        callbacks=callbacks,
+    )
     for callback in callbacks:
         for name in [each for each in dir(callback) if each.startswith("on_")]:
             setattr(callback, name, inside.time(getattr(callback, name)))
@@ -139,8 +150,12 @@ def main() -> int:
     middle = {arm: statistics.median(each for one in found for each in one.seconds) for arm, found in runs.items()}
     inside = {arm: statistics.fmean(each for one in found for each in one.inside) for arm, found in runs.items()}
     share = {arm: inside[arm] / middle["none"] for arm in ARMS}
-    about = {**describe_machine(options.device), "command": "python benchmarks/grpo_overhead.py", "size": options.size,
-             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+    about = {
+        **describe_machine(options.device),
+        "command": "python benchmarks/grpo_overhead.py",
+        "size": options.size,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     seconds = {arm: [one.seconds for one in found] for arm, found in runs.items()}
     kept = {"provenance": about, "step_s": seconds, "middle_step_s": middle, "mean_inside_s": inside,
             "inside_share": share, "has_same_losses": is_same}  # fmt: skip

@@ -45,8 +45,11 @@ def measure(out: Path, device: str) -> None:
     from flopcalc.measure.predictor.runs import Runner, cut_config, make_case
 
     begun = time.monotonic()
-    about = {**describe_machine(device), "command": "python benchmarks/host_steps.py",
-             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+    about = {
+        **describe_machine(device),
+        "command": "python benchmarks/host_steps.py",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     kept: Json = {"provenance": about, "host": measure_host(Bench(device)), "cases": [], "failures": []}
     kept["host_calibration_s"] = round(time.monotonic() - begun, 1)
     runner = Runner(device, lambda name: cut_config(*json.loads(name)), work_s=1.0)
@@ -82,14 +85,26 @@ def predict_cases(kept: Json, has_host: bool) -> list[Json]:
             for case in kept["cases"]:
                 context = {"context": case["context"]} if case["phase"] == "decode" else {}
                 found = predict(
-                    cut_config(case["preset"], case["layers"]), device="h200", batch_size=case["batch"],
-                    seq_len=case["seq"], phase=case["phase"], advise=False, memory=False, **context,
-                )  # fmt: skip
+                    cut_config(case["preset"], case["layers"]),
+                    device="h200",
+                    batch_size=case["batch"],
+                    seq_len=case["seq"],
+                    phase=case["phase"],
+                    advise=False,
+                    memory=False,
+                    **context,
+                )
                 low, mid, high = found.step_time_s
-                rows.append({"case": f"{case['preset']} {case['phase']} {case['batch']}x{case['seq']}",
-                             "bound": found.bound, "measured_s": case["seconds"], "predicted_s": mid,
-                             "error": mid / case["seconds"] - 1,
-                             "is_inside": low <= case["seconds"] <= high})  # fmt: skip
+                rows.append(
+                    {
+                        "case": f"{case['preset']} {case['phase']} {case['batch']}x{case['seq']}",
+                        "bound": found.bound,
+                        "measured_s": case["seconds"],
+                        "predicted_s": mid,
+                        "error": mid / case["seconds"] - 1,
+                        "is_inside": low <= case["seconds"] <= high,
+                    }
+                )
             return rows
         finally:
             del os.environ["FLOPCALC_DATA"]
@@ -104,10 +119,17 @@ def report(measured: Path) -> str:
     kept = json.loads(measured.read_text())
     plain, own = predict_cases(kept, False), predict_cases(kept, True)
     lines = [
-        [one["case"], one["bound"], f"{1e3 * one['measured_s']:.2f}", f"{100 * one['error']:+.1f} %",
-         "yes" if one["is_inside"] else "no", f"{100 * two['error']:+.1f} %", "yes" if two["is_inside"] else "no"]
+        [
+            one["case"],
+            one["bound"],
+            f"{1e3 * one['measured_s']:.2f}",
+            f"{100 * one['error']:+.1f} %",
+            "yes" if one["is_inside"] else "no",
+            f"{100 * two['error']:+.1f} %",
+            "yes" if two["is_inside"] else "no",
+        ]
         for one, two in zip(plain, own, strict=True)
-    ]  # fmt: skip
+    ]
     sums = [
         f"{name}: {100 * statistics.median(abs(row['error']) for row in rows):.1f} % median error, "
         f"{100 * max(abs(row['error']) for row in rows):.1f} % worst, {sum(row['is_inside'] for row in rows)} of "

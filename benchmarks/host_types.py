@@ -149,8 +149,11 @@ def measure(out: Path, kinds: list[str], device: str) -> None:
     from flopcalc.measure.calibrate.provenance import describe_machine
 
     begun = time.monotonic()
-    about = {**describe_machine(device), "command": "python benchmarks/host_types.py",
-             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+    about = {
+        **describe_machine(device),
+        "command": "python benchmarks/host_types.py",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     kept: Json = {"provenance": about, "cases": [], "failures": []}
     runner = Runner(device, get_config)
     for case in list_cases(kinds):

@@ -111,12 +111,13 @@ class Run:
             steps = self._scale.host_steps
             for mode, what in (("smart", MASK), ("estimate", MASK), ("estimate", NO_MASK), ("smart", SAME_MASK)):
                 self._attempt(
-                    "host", f"host time, plain loop, {mode}, {what}",
+                    "host",
+                    f"host time, plain loop, {mode}, {what}",
                     lambda mode=mode, what=what: self._add("host", measure_plain_loop(loop, mode, what, steps)),
-                )  # fmt: skip
+                )
             self._attempt(
                 "host", "host time, Trainer", lambda: self._add("host", measure_trainer(loop, "smart", steps))
-            )  # fmt: skip
+            )
             self._attempt("agreement", "agreement", lambda: self._add("agreement", check_agreement(loop)))
             self._check_waiting("no mask", lambda: (loop, loop.plain))
             self._check_waiting("mask on the device", lambda: (loop, loop.ragged))
@@ -139,11 +140,20 @@ class Run:
         words += [f"--budget-s {options.budget_s:g}", *(["--tiny"] if options.tiny else [])]
         from flopcalc.measure.calibrate.provenance import describe_machine
 
-        self._add("provenance", {
-            **describe_machine(self._place.device), "command": " ".join(words),
-            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "parameters": loop.parameters,
-            "is_tiny": options.tiny, "seed": SEED, **self._scale._asdict(), "parts": self._parts, "before": before,
-        })  # fmt: skip
+        self._add(
+            "provenance",
+            {
+                **describe_machine(self._place.device),
+                "command": " ".join(words),
+                "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                "parameters": loop.parameters,
+                "is_tiny": options.tiny,
+                "seed": SEED,
+                **self._scale._asdict(),
+                "parts": self._parts,
+                "before": before,
+            },
+        )
 
     def _measure_extra(self, loop: Loop, mode: str, count: int) -> None:
         self._attempt(
@@ -151,9 +161,7 @@ class Run:
         )
 
     def _check_waiting(self, what: str, make: Callable[[], tuple[Loop, Any]]) -> None:
-        self._attempt(
-            "waiting", f"waiting, {what}", lambda: self._add("waiting", check_waiting(what, *make()))
-        )  # fmt: skip
+        self._attempt("waiting", f"waiting, {what}", lambda: self._add("waiting", check_waiting(what, *make())))
 
     def _make_pictures(self, folder: str) -> tuple[Loop, Any]:
         loop = PictureLoop(self._place, folder)

@@ -91,10 +91,16 @@ class Loop:
         self.place = place
         self.folder = folder
         config = LlamaConfig(
-            hidden_size=scale.hidden, intermediate_size=scale.intermediate, num_hidden_layers=scale.layers,
-            num_attention_heads=scale.heads, num_key_value_heads=scale.kv_heads, vocab_size=scale.vocabulary,
-            max_position_embeddings=4096, use_cache=False, tie_word_embeddings=False,
-        )  # fmt: skip
+            hidden_size=scale.hidden,
+            intermediate_size=scale.intermediate,
+            num_hidden_layers=scale.layers,
+            num_attention_heads=scale.heads,
+            num_key_value_heads=scale.kv_heads,
+            vocab_size=scale.vocabulary,
+            max_position_embeddings=4096,
+            use_cache=False,
+            tie_word_embeddings=False,
+        )
         with torch.device(place.device):
             self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
             shape = (scale.rows, scale.length)
@@ -253,9 +259,12 @@ class PictureLoop(Loop):
         grid = torch.tensor([[1, 4, 6]])
         ids = torch.tensor([[5, 95, *[97] * 6, 96, 7, 8, 9]])
         batch = {
-            "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids),
-            "pixel_values": torch.randn(24, 3 * 2 * 4 * 4).bfloat16(), "image_grid_thw": grid,
-        }  # fmt: skip
+            "input_ids": ids,
+            "labels": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": torch.randn(24, 3 * 2 * 4 * 4).bfloat16(),
+            "image_grid_thw": grid,
+        }
         if "mm_token_type_ids" in inspect.signature(self.model.forward).parameters:
             batch["mm_token_type_ids"] = (ids == 97).long()
         self.ragged = [{name: value.to(place.device) for name, value in batch.items()}]

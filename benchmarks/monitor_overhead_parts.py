@@ -133,11 +133,14 @@ def measure_plain_loop(loop: Loop, mode: str, what: str, steps: int) -> Row:
         digesting, _ = watching.settle()
         check_seen(watching.monitor, watching.number)
         return {
-            "loop": "plain loop", "mode": mode, "what": what, **times.describe(warm),
+            "loop": "plain loop",
+            "mode": mode,
+            "what": what,
+            **times.describe(warm),
             "worker_cpu_us_per_step": 1e6 * (read_cpu_s(workers) - cpu_before[0] + digesting) / watched_steps,
             "sink_cpu_us_per_step": 1e6 * (read_cpu_s(sinks) - cpu_before[1]) / watched_steps,
             "failures": list_failures(watching.monitor),
-        }  # fmt: skip
+        }
 
 
 def check_seen(monitor: Any, steps: int) -> None:
@@ -249,9 +252,7 @@ def measure_trainer(loop: Loop, mode: str, steps: int) -> Row:
     log_us = statistics.mean(logs_us[True][1:] or logs_us[True]) - statistics.mean(logs_us[False])
     for key in ("host_us_mean", "log_us_mean"):
         row[key] += log_us / DEFAULT_LOGGING_STEPS
-    return {
-        "loop": "Trainer", "mode": mode, "what": MASK, **row, "trainer_log_us_mean": log_us, "failures": failures,
-    }  # fmt: skip
+    return {"loop": "Trainer", "mode": mode, "what": MASK, **row, "trainer_log_us_mean": log_us, "failures": failures}
 
 
 def _find_printer(trainer: Any) -> Any:
@@ -357,10 +358,12 @@ class Arms:
                 worker_s, sink_s = self._threads_s[arm]
                 steps = len(self._times[arm]) * block
                 row |= {
-                    "worker_cpu_us_per_step": 1e6 * worker_s / steps, "sink_cpu_us_per_step": 1e6 * sink_s / steps,
-                    "source": str(watching.monitor.metrics()["perf/source"]), "last_step": watching.number,
+                    "worker_cpu_us_per_step": 1e6 * worker_s / steps,
+                    "sink_cpu_us_per_step": 1e6 * sink_s / steps,
+                    "source": str(watching.monitor.metrics()["perf/source"]),
+                    "last_step": watching.number,
                     "failures": list_failures(watching.monitor),
-                }  # fmt: skip
+                }
             rows.append(row)
         return rows
 
@@ -379,15 +382,19 @@ def describe_arm(
     uncharged = [1e6 * (bare_times[arm][each] - times["none"][each]) for each in kept]
     base = statistics.mean(1e6 * times["none"][each] for each in kept)
     return {
-        "arm": arm, "blocks": len(kept), "steps": len(kept) * block,
-        "step_us_median": statistics.median(own), "step_us_mean": statistics.mean(own),
+        "arm": arm,
+        "blocks": len(kept),
+        "steps": len(kept) * block,
+        "step_us_median": statistics.median(own),
+        "step_us_mean": statistics.mean(own),
         "step_us_sd": statistics.stdev(own) if len(own) > 1 else None,
-        "difference_us": statistics.mean(differences), "difference_se_us": find_se(differences),
+        "difference_us": statistics.mean(differences),
+        "difference_se_us": find_se(differences),
         "difference_median_us": statistics.median(differences),
         "difference_percent": 100 * statistics.mean(differences) / base,
         "difference_se_percent": 100 * find_se(differences) / base,
         "difference_without_threads_us": statistics.mean(uncharged),
-    }  # fmt: skip
+    }
 
 
 def find_se(values: Sequence[float]) -> float:
@@ -420,12 +427,18 @@ def measure_extra(loop: Loop, mode: str, count: int) -> Row:
         failures = list_failures(watching.monitor)
     step_s = statistics.median(plains)
     return {
-        "mode": mode, "source": source, "factors": [each.value for each in factors.values()], "measured_steps": count,
+        "mode": mode,
+        "source": source,
+        "factors": [each.value for each in factors.values()],
+        "measured_steps": count,
         "first_steps_extra_ms": first_ms,  # smart and hybrid: the monitor's start, then the counters' first start
-        "extra_ms": 1e3 * statistics.mean(extras), "extra_se_ms": 1e3 * find_se(extras),
-        "extra_median_ms": 1e3 * statistics.median(extras), "step_ms": 1e3 * step_s,
-        "ratio": (step_s + statistics.mean(extras)) / step_s, "failures": failures,
-    }  # fmt: skip
+        "extra_ms": 1e3 * statistics.mean(extras),
+        "extra_se_ms": 1e3 * find_se(extras),
+        "extra_median_ms": 1e3 * statistics.median(extras),
+        "step_ms": 1e3 * step_s,
+        "ratio": (step_s + statistics.mean(extras)) / step_s,
+        "failures": failures,
+    }
 
 
 def check_agreement(loop: Loop) -> Row:
@@ -536,9 +549,12 @@ def check_waiting(what: str, loop: Loop, batches: Sequence[Mapping[str, Any]]) -
             found = watching.monitor.metrics()  # the worker's part, on this thread
         control = _raises(loss.item)
         return {
-            "what": what, "steps": steps, "raised": list_failures(watching.monitor), "control_raised": control,
+            "what": what,
+            "steps": steps,
+            "raised": list_failures(watching.monitor),
+            "control_raised": control,
             "mfu_is_known": math.isfinite(found["perf/mfu"]),
-        }  # fmt: skip
+        }
 
 
 def _raises(call: Callable[[], Any]) -> bool:

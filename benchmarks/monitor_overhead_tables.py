@@ -102,18 +102,21 @@ def _judge_model(results: Results, about: Row) -> list[Row]:
 
     def add(goal: str, value: float | None, limit: float | None, unit: str, note: str) -> None:
         is_met = None if value is None or limit is None or about["is_tiny"] else value <= limit
-        goals.append({
-            "model": model, "goal": goal, "value": value, "limit": limit, "unit": unit, "met": is_met, "note": note,
-        })  # fmt: skip
+        goals.append(
+            {"model": model, "goal": goal, "value": value, "limit": limit, "unit": unit, "met": is_met, "note": note}
+        )
 
     host = find_rows(results, "host", model)
     for loop in LOOPS:
         row = next((row for row in host if (row["loop"], row["mode"], row["what"]) == (loop, "smart", MASK)), {})
         add(
-            f"host time of a step, {loop}", row.get("host_us_mean"), HOST_LIMIT_US, "us",
+            f"host time of a step, {loop}",
+            row.get("host_us_mean"),
+            HOST_LIMIT_US,
+            "us",
             f"mean of {row.get('steps')} steps, {MASK}, default mode; "
             f"standard error {format_number(row.get('host_us_se'))}, median {format_number(row.get('host_us_median'))}",
-        )  # fmt: skip
+        )
     arms = {row["arm"]: row for row in find_rows(results, "arms", model)}
     noise = arms.get("none2", {})
     limit = None
@@ -122,15 +125,21 @@ def _judge_model(results: Results, about: Row) -> list[Row]:
     for mode in MODES:
         row = arms.get(mode, {})
         add(
-            f"{mode}: step time beyond none", row.get("difference_us"), limit, "us",
+            f"{mode}: step time beyond none",
+            row.get("difference_us"),
+            limit,
+            "us",
             "limit: the noise of the run, the difference of none2 and two of its standard errors; "
             f"standard error here {format_number(row.get('difference_se_us'))}",
-        )  # fmt: skip
+        )
     measured = {row["mode"]: row for row in find_rows(results, "measured", model)}
     add(
-        f"smart: over {RUN_STEPS:,} steps", find_share_percent(results, model, "smart"), PROMISED_PERCENT["smart"], "%",
+        f"smart: over {RUN_STEPS:,} steps",
+        find_share_percent(results, model, "smart"),
+        PROMISED_PERCENT["smart"],
+        "%",
         f"from host time and {RUN_STEPS // FREQUENCY} measured steps ({measured.get('smart', {}).get('source')})",
-    )  # fmt: skip
+    )
     found = next(iter(find_rows(results, "agreement", model)), {})
     ratio = found.get("ratio")
     note = str(found.get("reason"))
@@ -138,15 +147,21 @@ def _judge_model(results: Results, about: Row) -> list[Row]:
         alone = format_number(found.get("estimate_ratio"), 5)
         note = f"ratio {format_number(ratio, 5)} in mode smart; the analytic count alone {alone}"
     add(
-        "reported HFU against counted FLOPs ÷ time", None if ratio is None else 100 * abs(ratio - 1),
-        AGREEMENT_LIMIT_PERCENT, "%", note,
-    )  # fmt: skip
+        "reported HFU against counted FLOPs ÷ time",
+        None if ratio is None else 100 * abs(ratio - 1),
+        AGREEMENT_LIMIT_PERCENT,
+        "%",
+        note,
+    )
     checks = find_rows(results, "waiting", model)
     is_known = len(checks) == 3 and all(row["control_raised"] and row["mfu_is_known"] for row in checks)
     add(
-        "waits for the device", float(sum(len(row["raised"]) for row in checks)) if is_known else None, 0.0, "",
+        "waits for the device",
+        float(sum(len(row["raised"]) for row in checks)) if is_known else None,
+        0.0,
+        "",
         "; ".join(f"{row['what']}: {', '.join(row['raised']) or 'none'}" for row in checks),
-    )  # fmt: skip
+    )
     return goals
 
 
@@ -198,12 +213,15 @@ def format_table(results: Results) -> str:
         ]
     goals = [
         (
-            row["model"], row["goal"], f"{format_number(row['value'])} {row['unit']}".strip(),
+            row["model"],
+            row["goal"],
+            f"{format_number(row['value'])} {row['unit']}".strip(),
             f"{format_number(row['limit'])} {row['unit']}".strip(),
-            {True: "yes", False: "**no**", None: "not judged"}[row["met"]], row["note"],
+            {True: "yes", False: "**no**", None: "not judged"}[row["met"]],
+            row["note"],
         )
         for row in results["goals"]
-    ]  # fmt: skip
+    ]
     texts.append(format_rows(("model", "goal", "value", "limit", "met", "note"), goals))
     texts += [f"{row['model']}, {row['part']}: {row['reason']}" for row in results["problems"]]
     return "\n\n".join(texts)
@@ -224,17 +242,28 @@ def write_page(page: str, table: str) -> None:
 
 def _list_host(results: Results, model: str) -> tuple[Sequence[str], list[Sequence[str]]]:
     header = (
-        "loop", "mode", "batch", "steps", "host us a step, mean", "median", "model's call", "monitor's calls",
+        "loop",
+        "mode",
+        "batch",
+        "steps",
+        "host us a step, mean",
+        "median",
+        "model's call",
+        "monitor's calls",
         "a log of the Trainer, us",
-    )  # fmt: skip
+    )
     return header, [
         (
-            row["loop"], row["mode"], row["what"], str(row["steps"]), format_pair(row, "host_us_mean", "host_us_se"),
+            row["loop"],
+            row["mode"],
+            row["what"],
+            str(row["steps"]),
+            format_pair(row, "host_us_mean", "host_us_se"),
             *(format_number(row[key]) for key in ("host_us_median", "call_us_mean", "log_us_mean")),
             format_number(row.get("trainer_log_us_mean")),
         )
         for row in find_rows(results, "host", model)
-    ]  # fmt: skip
+    ]
 
 
 def _list_arms(results: Results, model: str) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -244,7 +273,9 @@ def _list_arms(results: Results, model: str) -> tuple[Sequence[str], list[Sequen
     )  # fmt: skip
     rows = [
         (
-            row["arm"], str(row["steps"]), format_number(row["step_us_mean"] / 1e3, 5),
+            row["arm"],
+            str(row["steps"]),
+            format_number(row["step_us_mean"] / 1e3, 5),
             format_pair(row, "difference_us", "difference_se_us"),
             format_pair(row, "difference_percent", "difference_se_percent"),
             format_number(row["worker_cpu_us_per_step"] + row["sink_cpu_us_per_step"]) if row["arm"] in MODES else "–",
@@ -252,7 +283,7 @@ def _list_arms(results: Results, model: str) -> tuple[Sequence[str], list[Sequen
             format_number(PROMISED_PERCENT.get(row["arm"])),
         )
         for row in find_rows(results, "arms", model)
-    ]  # fmt: skip
+    ]
     share = find_share_percent(results, model, "profiler")
     if share is not None:
         rows.append(("profiler", *["–"] * 5, format_number(share), format_number(PROMISED_PERCENT["profiler"])))
@@ -260,13 +291,14 @@ def _list_arms(results: Results, model: str) -> tuple[Sequence[str], list[Sequen
 
 
 def _list_measured(results: Results, model: str) -> tuple[Sequence[str], list[Sequence[str]]]:
-    header = (
-        "mode", "measured by", "first three steps, ms more", "a measured step, ms more", "ratio to a plain one",
-    )  # fmt: skip
+    header = ("mode", "measured by", "first three steps, ms more", "a measured step, ms more", "ratio to a plain one")
     return header, [
         (
-            row["mode"], row["source"], ", ".join(format_number(each) for each in row["first_steps_extra_ms"]),
-            format_pair(row, "extra_ms", "extra_se_ms"), format_number(row["ratio"], 4),
+            row["mode"],
+            row["source"],
+            ", ".join(format_number(each) for each in row["first_steps_extra_ms"]),
+            format_pair(row, "extra_ms", "extra_se_ms"),
+            format_number(row["ratio"], 4),
         )
         for row in find_rows(results, "measured", model)
-    ]  # fmt: skip
+    ]

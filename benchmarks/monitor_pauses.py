@@ -23,9 +23,13 @@ from flopcalc.monitor import TrainingMonitor
 
 BLOCK = 1000
 MODEL = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_hidden_layers": 2, "vocab_size": 100,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+}
 SHARES = (0.5, 0.99, 0.999, 0.9999, 1.0)
 
 

@@ -30,9 +30,14 @@ MOST_BYTES = 20_000_000
 COMPARED = 200  # steps whose losses must be the same
 MOST_LOG_BYTES = 50_000_000  # then the log is moved away, as a log rotation does
 CONFIG = LlamaConfig(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=101, use_cache=False,
-)  # fmt: skip
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=101,
+    use_cache=False,
+)
 
 
 class Held(NamedTuple):
@@ -93,11 +98,16 @@ def soak(folder: str, minutes: float) -> dict[str, object]:
         last = json.loads(file.readlines()[-1])
     begin = begin or end
     return {
-        "minutes": minutes, "steps": step, "same_losses": losses == expected[: len(losses)],
-        "after_a_tenth": begin._asdict(), "at_the_end": end._asdict(), "log_rotations": rotations,
-        "steps_counted": last["steps"], "records_dropped": last.get("dropped", 0),
+        "minutes": minutes,
+        "steps": step,
+        "same_losses": losses == expected[: len(losses)],
+        "after_a_tenth": begin._asdict(),
+        "at_the_end": end._asdict(),
+        "log_rotations": rotations,
+        "steps_counted": last["steps"],
+        "records_dropped": last.get("dropped", 0),
         "is_flat": end.memory_bytes - begin.memory_bytes <= MOST_BYTES and end[1:] == begin[1:],
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,9 +24,13 @@ from flopcalc.measure.counters import witness
 from flopcalc.measure.hf.models import build_model, make_batch
 
 TEXT = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "vocab_size": 8000,
-}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8000,
+}
 VISION = {
     "depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 512,
     "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
@@ -42,12 +46,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen2_5_vl": (
         {
-            "model_type": "qwen2_5_vl", **IDS, "vision_config": VISION,
+            "model_type": "qwen2_5_vl",
+            **IDS,
+            "vision_config": VISION,
             "text_config": {"model_type": "qwen2_5_vl_text", **TEXT, "rope_scaling": ROPE},
         },
         {"batch": 1, "seq": 512, "images": [[1, 24, 32]]},
     ),
-}  # fmt: skip
+}
 
 
 class _Call(torch.nn.Module):

@@ -330,12 +330,23 @@ def _predict(case: Json, pace: float, pause_s: float, version: str) -> Any:
     context = {"context": case["context"]} if case["phase"] == "decode" else {}
     images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None
     return predict(
-        get_config(case["model"]), device="h200", optimizer=case["optimizer"], compiled=case["compiled"],
+        get_config(case["model"]),
+        device="h200",
+        optimizer=case["optimizer"],
+        compiled=case["compiled"],
         attention_kernel="eager" if case["attention"] == "eager" else "auto",
-        recipe={"recompute": case["recompute"]}, batch_size=case["batch"], seq_len=case["seq"],
-        image_grid_thw=images, phase=case["phase"], advise=False, host_factor=pace, pause_s=pause_s,
-        transformers=version, routing=find_random(get_config(case["model"])), **context,
-    )  # fmt: skip
+        recipe={"recompute": case["recompute"]},
+        batch_size=case["batch"],
+        seq_len=case["seq"],
+        image_grid_thw=images,
+        phase=case["phase"],
+        advise=False,
+        host_factor=pace,
+        pause_s=pause_s,
+        transformers=version,
+        routing=find_random(get_config(case["model"])),
+        **context,
+    )
 
 
 def _take(case: Json) -> float:
@@ -403,26 +414,43 @@ def _list_repeated(cases: list[Json]) -> list[float]:
 def _sum_up(name: str, errors: list[float]) -> Json:
     if not errors:
         return {"name": name, "cases": 0}
-    return {"name": name, "cases": len(errors), "median": round(statistics.median(errors), 4),
-            "worst": round(max(errors), 4)}  # fmt: skip
+    return {
+        "name": name,
+        "cases": len(errors),
+        "median": round(statistics.median(errors), 4),
+        "worst": round(max(errors), 4),
+    }
 
 
 def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
     from flopcalc.base.text_table import format_grid
 
     lines = [
-        [name_case(row), row["clock"], row["bound"], f"{1e3 * row['measured_s']:.2f}",
-         f"{1e3 * row['predicted_s']:.2f}", f"{100 * row['error']:+.1f} %", f"{100 * row['spread']:.0f} %",
-         "yes" if row["is_inside"] else "no",
-         f"{100 * row['memory_error']:+.1f} %" if row["memory_error"] is not None else ""]
+        [
+            name_case(row),
+            row["clock"],
+            row["bound"],
+            f"{1e3 * row['measured_s']:.2f}",
+            f"{1e3 * row['predicted_s']:.2f}",
+            f"{100 * row['error']:+.1f} %",
+            f"{100 * row['spread']:.0f} %",
+            "yes" if row["is_inside"] else "no",
+            f"{100 * row['memory_error']:+.1f} %" if row["memory_error"] is not None else "",
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     head = ["case", "clock", "bound", "measured ms", "predicted ms", "error", "spread", "inside", "memory"]
     sums = [
-        [found["name"], found["cases"], *(f"{100 * found[key]:.1f} %" if key in found else "" for key in (
-            "median", "worst", "bias", "inside", "width", "spread"))]
+        [
+            found["name"],
+            found["cases"],
+            *(
+                f"{100 * found[key]:.1f} %" if key in found else ""
+                for key in ("median", "worst", "bias", "inside", "width", "spread")
+            ),
+        ]
         for found in summary
-    ]  # fmt: skip
+    ]
     sum_head = ["what", "cases", "median error", "worst", "bias", "inside", "width", "spread of steps"]
     return format_grid(sum_head, sums, "github") + "\n\n" + format_grid(head, lines, "github")
 

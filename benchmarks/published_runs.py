@@ -49,10 +49,16 @@ def predict_run(run: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     estimator = bind_model(run)
     load = estimator(1, run["seq"]).terms[0][1]
     runner = LayoutTimer(
-        estimator, load, run["device"], find_interconnect(run.get("interconnect"), run["device"]), run["global_batch"],
-        dtype=run.get("dtype", "bf16"), execution=run.get("execution", "fused"),
-        attention_kernel=run.get("attention_kernel", "auto"), overlaps=Overlaps(**{**usual, **run.get("overlaps", {})}),
-    )  # fmt: skip
+        estimator,
+        load,
+        run["device"],
+        find_interconnect(run.get("interconnect"), run["device"]),
+        run["global_batch"],
+        dtype=run.get("dtype", "bf16"),
+        execution=run.get("execution", "fused"),
+        attention_kernel=run.get("attention_kernel", "auto"),
+        overlaps=Overlaps(**{**usual, **run.get("overlaps", {})}),
+    )
     if (MACHINES / "systems" / f"{run['device']}.json").is_file():
         runner.most_error = (
             runner.fitted.published_error

@@ -34,8 +34,12 @@ DEVICES = {
     "DGX-GB300": "gb300", "DGX-GB200": "gb200", "DGX-B200": "b200-sxm", "DGX-B300": "b300-sxm",
     "DGX-H100": "h100-sxm", "H100": "h100-sxm", "B200-SXM": "b200-sxm",
 }  # fmt: skip
-CUT = {"llama3_70b": "llama-3-70b", "llama3_405b": "llama-3.1-405b", "deepseekv3": "deepseek-v3",
-       "deepseekv2": "deepseek-v2-lite"}  # fmt: skip
+CUT = {
+    "llama3_70b": "llama-3-70b",
+    "llama3_405b": "llama-3.1-405b",
+    "deepseekv3": "deepseek-v3",
+    "deepseekv2": "deepseek-v2-lite",
+}
 # What SimuMax trained differs from the config of that name: configs/models/deepseekv2.json, over DeepSeek-V2-Lite's,
 # has the sizes of the 236B model; its llama3-405b has 16 key heads (llama3-405b_padding_128.json); its
 # DeepSeek-V3 has one dense layer ("formal rows use dense_layers=1", b200_release_v1.2_summary.json).
@@ -150,10 +154,19 @@ def predict(run: dict[str, str]) -> Row:
     has_experts = EXPERT_MODELS.search(run["model"]) is not None
     try:
         found = plan(
-            find_model(run["model"], run["source"]), tokens=1, device=DEVICES[run["hardware"]], gpus=int(run["gpus"]),
-            seq_len=int(run["seq"]), global_batch=int(run["global_batch"]), dtype=run["precision"], top=1,
-            overlap="none" if is_simumax else "all", mtp=MTP.get(run["model"]), **fixed, **find_recipe(run["source"]),
-        ).best[0]  # fmt: skip
+            find_model(run["model"], run["source"]),
+            tokens=1,
+            device=DEVICES[run["hardware"]],
+            gpus=int(run["gpus"]),
+            seq_len=int(run["seq"]),
+            global_batch=int(run["global_batch"]),
+            dtype=run["precision"],
+            top=1,
+            overlap="none" if is_simumax else "all",
+            mtp=MTP.get(run["model"]),
+            **fixed,
+            **find_recipe(run["source"]),
+        ).best[0]
     except FlopcalcError as error:
         return Row(*own, "", published, 0.0, 0.0, 0.0, None, has_experts, 0, str(error), is_fitted)
     memory = found.memory.peak / GIB / float(run["memory_gib"]) - 1 if run["memory_gib"] else None

@@ -106,9 +106,15 @@ def explain(row: dict[str, str]) -> Explained:
         flops = scope.evaluate_whole(variant["formula"], variant["name"])
         other = pace * flops / estimate.tokens / (rate * 1e12) - 1
     return Explained(
-        row, convention, difference, convention in nearest, " = ".join(nearest), variant.get("name", ""), other,
+        row,
+        convention,
+        difference,
+        convention in nearest,
+        " = ".join(nearest),
+        variant.get("name", ""),
+        other,
         find_rounding(row),
-    )  # fmt: skip
+    )
 
 
 def _find_variant(row: dict[str, str]) -> dict[str, Any]:

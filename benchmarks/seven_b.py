@@ -47,9 +47,11 @@ def main() -> None:
                 )
                 print(rows[-1], flush=True)
     about = {
-        **describe_machine("cuda"), "command": "python benchmarks/seven_b.py",
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "model": MODEL,
-    }  # fmt: skip
+        **describe_machine("cuda"),
+        "command": "python benchmarks/seven_b.py",
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "model": MODEL,
+    }
     with open(options.out, "w", encoding="utf-8") as file:
         lines = ",\n".join("  " + json.dumps(row) for row in rows)
         file.write(f'{{\n "provenance": {json.dumps(about)},\n "rows": [\n{lines}\n ]\n}}\n')

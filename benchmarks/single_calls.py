@@ -28,8 +28,9 @@ def measure(out: Path, device: str) -> None:
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     kept: Json = {
         "provenance": {**describe_machine(device), "command": "python benchmarks/single_calls.py", "date": date},
-        "calls": [], "left_out": [],
-    }  # fmt: skip
+        "calls": [],
+        "left_out": [],
+    }
     for row in (rows["calls/memory"], rows["calls/adapters"], {**apart, "sizes": {"apart": apart["sizes"]["apart"]}}):
         for key, found in measure_calls(bench, row).items():
             kept[key] += found

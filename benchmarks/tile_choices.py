@@ -219,12 +219,13 @@ def measure(out: Path, parts: list[str], count: int, seconds: float, is_tiny: bo
         kept[part] = count_calls(list_calls(bench, is_tiny), bench, seconds)
         print(part, len(kept[part]), flush=True)
     asked = {
-        "choices": ("plain", list(draw_products(count))), "biased": ("biased", list(draw_products(count // 2, 17))),
+        "choices": ("plain", list(draw_products(count))),
+        "biased": ("biased", list(draw_products(count // 2, 17))),
         "conv1d": ("conv1d", list(draw_products(count // 4, 23))),
         "odd": ("plain", list(draw_products(count // 6, 19, is_odd=True))),
         "rounded": ("plain", list(draw_products(count // 2, 29, is_rounded=True))),
         "usual": ("plain", list(draw_usual(count // 2))),
-    }  # fmt: skip
+    }
     for name, (way, sizes) in asked.items():
         if name not in parts:
             continue
@@ -329,8 +330,9 @@ def fit(choices: list[Choice], held: int, steps: int) -> tuple[Json, dict[str, f
         schedule.step()
     with torch.no_grad():
         constants = make_constants()
-        lines = [[*shape[:4], *(float(f"{float(each[i]):.4g}") for each in constants)]
-                 for i, shape in enumerate(shapes)]  # fmt: skip
+        lines = [
+            [*shape[:4], *(float(f"{float(each[i]):.4g}") for each in constants)] for i, shape in enumerate(shapes)
+        ]
         start, more, for_part = (round(float(torch.exp(common[at])), 2) for at in (6, 8, 9))
         kept = {"start": start, "split": [more, for_part], "tiles": lines[:whole], "splits": lines[whole:]}
         part = torch.arange(held, len(choices)) if held < len(choices) else torch.arange(held)
@@ -362,8 +364,10 @@ def write(out: Path, kept: Json) -> None:
     for name in FITS:
         part = kept[name]
         tiles, splits = (",\n".join(f"   {json.dumps(line)}" for line in part[list_]) for list_ in ("tiles", "splits"))
-        lines.append(f' "{name}": {{\n  "start": {part["start"]},\n  "split": {json.dumps(part["split"])},\n'
-                     f'  "tiles": [\n{tiles}\n  ],\n  "splits": [\n{splits}\n  ]\n }}')  # fmt: skip
+        lines.append(
+            f' "{name}": {{\n  "start": {part["start"]},\n  "split": {json.dumps(part["split"])},\n'
+            f'  "tiles": [\n{tiles}\n  ],\n  "splits": [\n{splits}\n  ]\n }}'
+        )
     out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -180,9 +180,13 @@ def run_case(name: str, mode: str, device: str, folder: Path) -> list[SeenStep]:
     callback = FlopcalcCallback({"monitoring": {**SETTINGS, "mfu_calculation_mode": mode}})
     totals: list[int] = []
     trainer = count_steps(trainer_class, totals)(
-        model=make_model(folder / "model", **head), args=config_class(**{**plain, **options}),
-        train_dataset=make_rows(rows), processing_class=make_tokenizer(), callbacks=[callback], **given,
-    )  # fmt: skip
+        model=make_model(folder / "model", **head),
+        args=config_class(**{**plain, **options}),
+        train_dataset=make_rows(rows),
+        processing_class=make_tokenizer(),
+        callbacks=[callback],
+        **given,
+    )
     trainer.train()
     lines = [json.loads(line) for line in (folder / "out" / "flopcalc.jsonl").read_text().splitlines()]
     records = [line for line in lines if line["type"] == "step"]
@@ -206,8 +210,12 @@ def main() -> int:
     warnings.simplefilter("ignore")
     import trl
 
-    about = {**describe_machine(options.device), "trl": trl.__version__, "command": "python benchmarks/trl_steps.py",
-             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+    about = {
+        **describe_machine(options.device),
+        "trl": trl.__version__,
+        "command": "python benchmarks/trl_steps.py",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     found: list[dict[str, Any]] = []
     for mode in options.modes:
         for name in options.cases:

@@ -101,9 +101,15 @@ def format_mapping(mapping: AutoMapping, specs: dict[str, Any], examples: dict[s
             continue
         skipped = "; ".join(f"{case}: {why}" for case, why in examples.get(entry.spec, {}).get("skip", {}).items())
         rows.append(
-            [f"`{entry.model_type}`", entry.architecture, f"`{entry.spec}`", specs[entry.spec].inputs,
-             count_traces(entry.spec), skipped]
-        )  # fmt: skip
+            [
+                f"`{entry.model_type}`",
+                entry.architecture,
+                f"`{entry.spec}`",
+                specs[entry.spec].inputs,
+                count_traces(entry.spec),
+                skipped,
+            ]
+        )
     return format_table(["model_type", "class", "spec", "input", "traces", "not run"], rows)
 
 

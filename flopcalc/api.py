@@ -130,10 +130,17 @@ def translate_counted(counted: SetupEstimate, setup: Setup) -> Translation:
 
     place, compute = setup.place, setup.formats.compute
     found = translate_estimate(
-        counted.estimate, from_=setup.get("from"), mfu=setup.get("mfu"), tflops=setup.get("tflops"),
-        tokens_per_second=place.tokens_per_second, gpus=place.gpus, device=place.device,
-        dtype="bf16" if compute is None else compute, peak=place.peak, mtp=setup.get("mtp"),
-    )  # fmt: skip
+        counted.estimate,
+        from_=setup.get("from"),
+        mfu=setup.get("mfu"),
+        tflops=setup.get("tflops"),
+        tokens_per_second=place.tokens_per_second,
+        gpus=place.gpus,
+        device=place.device,
+        dtype="bf16" if compute is None else compute,
+        peak=place.peak,
+        mtp=setup.get("mtp"),
+    )
     return found._replace(notes=(*found.notes, *counted.notes))
 
 
@@ -155,20 +162,23 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
     from flopcalc.prediction.step import predict_estimate
 
     found = predict_estimate(
-        counted.estimate, **list_step_options(setup), memory=setup.get("memory", True),
-        host_factor=setup.get("host_factor", 1.0), pause_s=setup.get("pause_s", 0.0),
-        advise=setup.get("advise", True), transformers=setup.get("transformers"),
+        counted.estimate,
+        **list_step_options(setup),
+        memory=setup.get("memory", True),
+        host_factor=setup.get("host_factor", 1.0),
+        pause_s=setup.get("pause_s", 0.0),
+        advise=setup.get("advise", True),
+        transformers=setup.get("transformers"),
         timeline=setup.get("timeline", False),
-    )  # fmt: skip
+    )
     gpus, notes = setup.place.count, list(dict.fromkeys([*found.notes, *counted.notes]))
     if gpus > 1:
         notes.append(
             f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: `flopcalc plan` adds it"
         )
     return found._replace(
-        notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus,
-        tokens_per_s=found.tokens_per_s * gpus,
-    )  # fmt: skip
+        notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus, tokens_per_s=found.tokens_per_s * gpus
+    )
 
 
 def list_step_options(setup: Setup) -> dict[str, Any]:
@@ -179,10 +189,12 @@ def list_step_options(setup: Setup) -> dict[str, Any]:
     if device is None:
         raise DeviceError(f"on which device? Give {spell('device', 'NAME')}; `flopcalc devices` lists them")
     return {
-        "device": device, "dtype": setup.formats.compute, "optimizer": setup.get("optimizer", "adamw"),
+        "device": device,
+        "dtype": setup.formats.compute,
+        "optimizer": setup.get("optimizer", "adamw"),
         "attention_kernel": setup.attention_kernel,
         "execution": choose_execution(setup.get("execution"), setup.get("compile", False)),
-    }  # fmt: skip
+    }
 
 
 def plan(model: Any = None, workload: Workload | None = None, **setup: Unpack[SetupKeywords]) -> Plan:

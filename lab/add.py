@@ -132,9 +132,10 @@ def write_keys(name: str, check: bool) -> Step:
     written = [
         f"{each.key} of {each.name}"
         for each in other
-        if not check and each.key != "over"
+        if not check
+        and each.key != "over"
         and write_key(Path(path), each.op, each.name, each.key, values.get(each.inferred, f'"{each.inferred}"'))
-    ]  # fmt: skip
+    ]
     if written:
         return Step("keys", "left", f"read the diff: sizes suggest {', '.join(written)}")
     if check and other:

@@ -30,9 +30,13 @@ def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.floa
 
 
 def make_denoiser_inputs(
-    config: Mapping[str, Any], batch: int, text: int, grid: tuple[int, int, int],
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
-) -> Json:  # fmt: skip
+    config: Mapping[str, Any],
+    batch: int,
+    text: int,
+    grid: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Json:
     """Random arguments of a denoiser's forward, for latents (t, h, w) as a Workload holds them."""
     name = str(config["_class_name"])
     place: Json = {"dtype": dtype, "device": device}
@@ -49,8 +53,9 @@ def make_denoiser_inputs(
             ids = 6 * int(config["addition_time_embed_dim"])
             pooled = int(config["projection_class_embeddings_input_dim"]) - ids
             given["added_cond_kwargs"] = {
-                "text_embeds": torch.randn(batch, pooled, **place), "time_ids": torch.ones(batch, 6, **place)
-            }  # fmt: skip
+                "text_embeds": torch.randn(batch, pooled, **place),
+                "time_ids": torch.ones(batch, 6, **place),
+            }
         return given
     if config.get("pooled_projection_dim"):
         given["pooled_projections"] = torch.randn(batch, config["pooled_projection_dim"], **place)
@@ -79,8 +84,9 @@ def make_denoiser_inputs(
         given |= {"img_ids": torch.zeros(t * h * w, 3, **place), "txt_ids": torch.zeros(text, 3, **place)}
     elif name == "QwenImageTransformer2DModel":
         given |= {
-            "encoder_hidden_states_mask": torch.ones(batch, text, device=device), "img_shapes": [[(t, h, w)]] * batch
-        }  # fmt: skip
+            "encoder_hidden_states_mask": torch.ones(batch, text, device=device),
+            "img_shapes": [[(t, h, w)]] * batch,
+        }
     elif name == "HunyuanVideoTransformer3DModel":
         given["encoder_attention_mask"] = torch.ones(batch, text, device=device)
     elif name == "LTXVideoTransformer3DModel":
@@ -88,8 +94,9 @@ def make_denoiser_inputs(
         given |= {"num_frames": t, "height": h, "width": w}
     elif name == "PixArtTransformer2DModel":
         given["added_cond_kwargs"] = {
-            "resolution": torch.ones(batch, 2, **place), "aspect_ratio": torch.ones(batch, 1, **place)
-        }  # fmt: skip
+            "resolution": torch.ones(batch, 2, **place),
+            "aspect_ratio": torch.ones(batch, 1, **place),
+        }
     return given
 
 

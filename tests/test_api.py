@@ -28,12 +28,13 @@ GRIDS = [[1, 54, 74], [1, 34, 46]]  # of qwen2-vl: multiples of 28 pixels, 14 a 
     ("short", "long"),
     [
         ({"lora": LORA}, {"recipe": {"lora": {"r": 8, "targets": ["q_proj", "v_proj"]}}}),
-        ({"lora": {"r": 8, "targets": "q_proj"}, "recipe": {"recompute": "full"}},
-         {"recipe": {"lora": {"r": 8, "targets": "q_proj"}, "recompute": "full"}}),
-        ({"recompute": "full", "convention": "hardware"},
-         {"recipe": {"recompute": "full"}, "convention": "hardware"}),
+        (
+            {"lora": {"r": 8, "targets": "q_proj"}, "recipe": {"recompute": "full"}},
+            {"recipe": {"lora": {"r": 8, "targets": "q_proj"}, "recompute": "full"}},
+        ),
+        ({"recompute": "full", "convention": "hardware"}, {"recipe": {"recompute": "full"}, "convention": "hardware"}),
     ],
-)  # fmt: skip
+)
 def test_recipes(short: dict[str, Any], long: dict[str, Any]) -> None:
     assert estimate_flops("sweep-tiny", seq_len=64, **short) == estimate_flops("sweep-tiny", seq_len=64, **long)
     assert bind("sweep-tiny", **short)(1, 64) == bind("sweep-tiny", **long)(1, 64)

@@ -59,15 +59,23 @@ def test_commands_are_loaded_when_called() -> None:
     script = f"import sys, flopcalc.cli; print([name for name in {late} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-    done = subprocess.run([sys.executable, "-c", "import sys, flopcalc; print('click' in sys.modules)"],
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, flopcalc; print('click' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "False\n"
 
 
 def test_tables_alone_import_tabulate() -> None:
     for script, is_imported in ((ESTIMATE, False), (TABLE, True)):
-        done = subprocess.run([sys.executable, "-c", script + "\nimport sys\nprint('tabulate' in sys.modules)"],
-                              capture_output=True, text=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", script + "\nimport sys\nprint('tabulate' in sys.modules)"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.splitlines()[-1] == str(is_imported)
 
 

@@ -62,9 +62,13 @@ def test_install_hints_fit_where_the_package_lies(wheel: Path, tmp_path: Path) -
     ):
         code = f"import sys; sys.path = [{str(path)!r}, *sys.path[1:]]{HINT}"
         done = subprocess.run(
-            [sys.executable, "-S", "-c", code], cwd=where, check=True, capture_output=True, text=True,
+            [sys.executable, "-S", "-c", code],
+            cwd=where,
+            check=True,
+            capture_output=True,
+            text=True,
             env={"PATH": "", "HOME": str(where)},
-        )  # fmt: skip
+        )
         assert done.stdout == f"{expected}\n"
 
 

@@ -41,10 +41,14 @@ def test_a_reference_that_names_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 # --- traces ----------------------------------------------------------------------------------------------
 TRACED = TracedModel(
-    "m", "m", {"total": 3, "trainable": 2}, {"torch": "2"}, {"tokens": None, "merge": 2},
+    "m",
+    "m",
+    {"total": 3, "trainable": 2},
+    {"torch": "2"},
+    {"tokens": None, "merge": 2},
     (Polynomials("train", False, ("b", "b * ceil(n / 64)"), {"layer": ((Fraction(-1, 3), Fraction(2)),) * 3}, 31, 0),),
     {"input_ids": ["b", "n"]},
-)  # fmt: skip
+)
 
 
 def test_a_trace_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,16 +60,25 @@ def test_a_trace_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ('"-1/3"', '"1/0"'), ('"-1/3"', '"1e999999999"'), ('"-1/3"', "5"), ('"-1/3", "2"', '"2"'), ('"-1/3"', DEEP),
-        ('"b * ceil', '"k * ceil'), ('"b * ceil', '"b * open'), ('"train"', '"Train"'), ('"total": 3', '"total": -3'),
-        ('"merge": 2', '"merge": 0'), ('"merge": 2', '"merge": 1e400'), ('"reached": 31', '"reached": 1e400'),
-        ('"axes": {"input_ids": [', '"axes": {"input_ids": 5, "x": ['), ('"schema": 2', '"schema": 1'), ("}]}", ""),
+        ('"-1/3"', '"1/0"'),
+        ('"-1/3"', '"1e999999999"'),
+        ('"-1/3"', "5"),
+        ('"-1/3", "2"', '"2"'),
+        ('"-1/3"', DEEP),
+        ('"b * ceil', '"k * ceil'),
+        ('"b * ceil', '"b * open'),
+        ('"train"', '"Train"'),
+        ('"total": 3', '"total": -3'),
+        ('"merge": 2', '"merge": 0'),
+        ('"merge": 2', '"merge": 1e400'),
+        ('"reached": 31', '"reached": 1e400'),
+        ('"axes": {"input_ids": [', '"axes": {"input_ids": 5, "x": ['),
+        ('"schema": 2', '"schema": 1'),
+        ("}]}", ""),
         ('{"schema": 2', '[{"schema": 2'),
     ],
-)  # fmt: skip
-def test_a_damaged_trace_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str
-) -> None:  # fmt: skip
+)
+def test_a_damaged_trace_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
     monkeypatch.setenv("FLOPCALC_CACHE", str(tmp_path))
     save_trace("key", TRACED)
     path = tmp_path / "traces" / "key.json"
@@ -104,9 +117,7 @@ def test_numbers_beyond_all_floats_are_none(tmp_path: Path) -> None:
     assert format_summary(summarize([row])).startswith("1 configuration: 1 ok")
 
 
-GOOD = {
-    "job": "a", "row": "b", "key": "c", "status": "ok", "reason": None, "detail": None, "data": {}, "seconds": 1.5,
-}  # fmt: skip
+GOOD = {"job": "a", "row": "b", "key": "c", "status": "ok", "reason": None, "detail": None, "data": {}, "seconds": 1.5}
 
 
 @pytest.mark.parametrize(

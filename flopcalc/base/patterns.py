@@ -48,8 +48,12 @@ def find_matches(text: str, names: tuple[str, ...], what: str, error: type[Flopc
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-W", "ignore", "-c", _HELPER],
-            input=json.dumps([text, names]), capture_output=True, text=True, timeout=LIMIT_S, check=True,
-        )  # fmt: skip
+            input=json.dumps([text, names]),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
     except subprocess.TimeoutExpired:
         raise error(
             f"{shown} takes more than {LIMIT_S:g} s to match this model's module names: write it with fewer repeats"

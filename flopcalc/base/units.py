@@ -78,10 +78,7 @@ class Unit(NamedTuple):
 
 _BINARY = Unit({"k": 1 << 10, "m": 1 << 20}, "4096 or 4k")
 _DECIMAL = Unit({"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}, "2000000000 or 2T, 300B, 50M")
-_TIME = Unit(
-    {"us": "1/1000000", "µs": "1/1000000", "ms": "1/1000", "s": 1, "min": 60, "h": 3600},
-    "0.5 or 500ms", " s",
-)  # fmt: skip
+_TIME = Unit({"us": "1/1000000", "µs": "1/1000000", "ms": "1/1000", "s": 1, "min": 60, "h": 3600}, "0.5 or 500ms", " s")
 _SHARE = Unit({"%": "1/100"}, "40% or 0.4")
 _PRICE = Unit({"$": 1, "usd": 1, **_DECIMAL.suffixes}, "2.5 or 2.50$", " USD")
 _PLAIN = Unit({}, "")
@@ -92,7 +89,7 @@ UNITS = {
     "price": _PRICE,
     **dict.fromkeys(("step_time", "audio", "video", "pause_s"), _TIME),
     "mfu": _SHARE,
-}  # fmt: skip
+}
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%$]*)"
 _MOST_CHARACTERS = 40
 _LEAST, _MOST = 1e-60, 1e60

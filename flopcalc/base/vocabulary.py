@@ -52,7 +52,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 # Optimizers whose memory is known.
 StateOptimizer = Literal[
     "adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "lion", "sgd", "sgd-momentum"
-]  # fmt: skip
+]
 # DP-SGD as Opacus does it.
 Clipping = Literal["none", "hooks", "ghost", "fast"]
 CLIPPING: tuple[Clipping, ...] = get_args(Clipping)
@@ -75,9 +75,7 @@ BY: tuple[By, ...] = get_args(By)
 
 # Formats that a device can have a peak for; fp4 is the peak that nvfp4 and mxfp4 share.
 # model_specs/formats.toml says the rest about each.
-Dtype = Literal[
-    "bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "mxfp8", "fp6", "fp4", "nvfp4", "mxfp4", "int8", "int4"
-]  # fmt: skip
+Dtype = Literal["bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "mxfp8", "fp6", "fp4", "nvfp4", "mxfp4", "int8", "int4"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 # Formats that training frameworks bring operands to just for a product, and bytes of a number with its scales; all
 # else stays in bf16.

@@ -90,10 +90,20 @@ def calibrate(
         ctx.exit(_show_check(check_again(out, suite, tables=names, work=work, progress=progress)))
     else:
         folder = out or os.path.join(find_user_dir(), FOLDER)
-        ctx.exit(_show_written(measure(
-            suite, folder, tables=names, work=work, fresh=fresh, retry_failed=retry_failed, command=command,
-            progress=progress,
-        )))  # fmt: skip
+        ctx.exit(
+            _show_written(
+                measure(
+                    suite,
+                    folder,
+                    tables=names,
+                    work=work,
+                    fresh=fresh,
+                    retry_failed=retry_failed,
+                    command=command,
+                    progress=progress,
+                )
+            )
+        )
 
 
 def _stop() -> int:

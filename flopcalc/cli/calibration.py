@@ -28,10 +28,15 @@ def list_(as_json: bool) -> None:
             table = load_table(path)
             shown.append(
                 {
-                    "device": device, "table": name, "rows": len(table.rows), "failures": len(table.failures),
-                    "suite": table.provenance.get("suite"), "date": table.provenance.get("date"), "file": path,
+                    "device": device,
+                    "table": name,
+                    "rows": len(table.rows),
+                    "failures": len(table.failures),
+                    "suite": table.provenance.get("suite"),
+                    "date": table.provenance.get("date"),
+                    "file": path,
                 }
-            )  # fmt: skip
+            )
     if as_json:
         show_json(shown)
     elif not shown:
@@ -49,9 +54,12 @@ def show(device: str, table: str, as_json: bool) -> None:
     found = _load(device, table)
     if as_json:
         content = {
-            "table": found.name, "file": found.path, "provenance": found.provenance, "rows": found.records(),
+            "table": found.name,
+            "file": found.path,
+            "provenance": found.provenance,
+            "rows": found.records(),
             "failures": list(found.failures),
-        }  # fmt: skip
+        }
         show_json(content)
         return
     click.echo(report.format_table(found))
@@ -106,6 +114,9 @@ def _compare(first: MeasuredTable, second: MeasuredTable) -> dict[str, Any]:
                 differ.append({"row": " ".join(map(str, key)), "column": column, "a": a, "b": b})
     spread = {"median": median(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None
     return {
-        "both": len(both), "only_a": len(ours) - len(both), "only_b": len(theirs) - len(both), "time_ratio": spread,
+        "both": len(both),
+        "only_a": len(ours) - len(both),
+        "only_b": len(theirs) - len(both),
+        "time_ratio": spread,
         "differ": differ,
-    }  # fmt: skip
+    }

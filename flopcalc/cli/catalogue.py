@@ -88,9 +88,11 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
             for mapping in found.mappings
         ]
         shown = {
-            "release": found.release, "mappings": mappings, "registries": [each.to_dict() for each in registries],
+            "release": found.release,
+            "mappings": mappings,
+            "registries": [each.to_dict() for each in registries],
             "launch_ids": [each._asdict() for each in launched],
-        }  # fmt: skip
+        }
         show_json(shown)
         return
     click.echo(report.format_coverage(found, registries, launched))

@@ -120,9 +120,14 @@ def _count(model: str, given: dict[str, Any]) -> EstimateResult:
 
 
 def _show_list(
-    model: str, given: dict[str, Any], style: str, output: str | None, by: By | None, depth: int | None,
+    model: str,
+    given: dict[str, Any],
+    style: str,
+    output: str | None,
+    by: By | None,
+    depth: int | None,
     plot_file: str | None,
-) -> None:  # fmt: skip
+) -> None:
     from flopcalc.cli import lists  # only where used: a single estimate starts without it
 
     if (by is not None or depth is not None) and style != "json":

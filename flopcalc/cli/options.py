@@ -84,9 +84,11 @@ def takes_setup(command: Command, *, has_model: bool = True) -> Callable[[Callab
         found: list[click.Parameter] = [make_option(name, field) for name, field in fields.items()]
         if has_model:
             model = FieldOption(
-                ["--model"], shell_complete=complete_model, metavar="M",
+                ["--model"],
+                shell_complete=complete_model,
+                metavar="M",
                 help="Preset, config.json, its folder, or a hub id; may also be the first argument.",
-            )  # fmt: skip
+            )
             model.group = "model"
             first = click.Argument(["first"], required=False, shell_complete=complete_model, metavar="[MODEL]")
             found = [first, model, *found]

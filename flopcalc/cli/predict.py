@@ -30,9 +30,15 @@ if TYPE_CHECKING:
     "--plot", "plot_file", metavar="FILE", help="Plot tokens per second over a list of values: .png, .svg or .pdf."
 )
 def predict(
-    model: str, memory: bool, top: str | None, style: str, output: str | None,
-    plot_file: str | None, timeline: str | None, given: dict[str, Any],
-) -> None:  # fmt: skip
+    model: str,
+    memory: bool,
+    top: str | None,
+    style: str,
+    output: str | None,
+    plot_file: str | None,
+    timeline: str | None,
+    given: dict[str, Any],
+) -> None:
     """Time and memory of one step of HF's model on a GPU, and what limits it.
 
     Lists in --seq, --batch and --device give a row for each combination. Examples:

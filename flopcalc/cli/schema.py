@@ -47,13 +47,19 @@ def describe_field(name: str, field: Field) -> dict[str, Any]:
 
 
 def make_schema() -> dict[str, Any]:
-    model = {"description": "A preset, a config.json, its folder, or a hub id; in Python also a mapping, an HF config "
-             "or an HF model.", "type": ["string", "object"], "x-group": "model"}  # fmt: skip
+    model = {
+        "description": "A preset, a config.json, its folder, or a hub id; in Python also a mapping, an HF config "
+        "or an HF model.",
+        "type": ["string", "object"],
+        "x-group": "model",
+    }
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A setup of flopcalc", "type": "object",
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A setup of flopcalc",
+        "type": "object",
         "properties": {"model": model, **{name: describe_field(name, field) for name, field in FIELDS.items()}},
         "additionalProperties": False,
-    }  # fmt: skip
+    }
 
 
 @click.command(cls=Command)

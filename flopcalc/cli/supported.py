@@ -39,8 +39,9 @@ class Catalogue(NamedTuple):
         if not families and not presets:
             known = [*(entry["name"] for entry in self.presets), *(entry["model_type"] for entry in self.families)]
             near = format_nearest(text, known)
-            raise ConfigError(f"no model type or preset has {format_value(text)} in its name.{near} "
-                              "`flopcalc models` lists all")  # fmt: skip
+            raise ConfigError(
+                f"no model type or preset has {format_value(text)} in its name.{near} `flopcalc models` lists all"
+            )
         return self._take_one(presets[0]) if len(presets) == 1 else Catalogue(families, presets)
 
     def _take_one(self, preset: Entry) -> Catalogue:

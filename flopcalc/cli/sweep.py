@@ -178,9 +178,12 @@ def test(ctx: click.Context, logs_dir: str | None, as_json: bool) -> None:
         raise SweepError(f"{logs_dir} holds a sweep, which a test would forget: choose another --logs-dir")
     folder = logs_dir or tempfile.mkdtemp(prefix="flopcalc-sweep-")
     options = {
-        "logs_dir": folder, "runs_dir": os.path.join(folder, "runs"), "fresh": True, "as_json": as_json,
+        "logs_dir": folder,
+        "runs_dir": os.path.join(folder, "runs"),
+        "fresh": True,
+        "as_json": as_json,
         "slots": min(len(configurations), os.cpu_count() or 1),  # it tries, it does not time
-    }  # fmt: skip
+    }
     code = 2
     try:
         code = _run(configurations, options, can_go_on=False)
@@ -266,17 +269,30 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], ca
     launcher_name = options.get("launcher", "local")
     if launcher_name == "local":
         check_libraries(configurations)
-    names = ("slots", "cpus", "gpus", "ray_address", "slurm_folder", "slurm_partition", "slurm_minutes",
-             "slurm_cluster")  # fmt: skip
+    names = (
+        "slots",
+        "cpus",
+        "gpus",
+        "ray_address",
+        "slurm_folder",
+        "slurm_partition",
+        "slurm_minutes",
+        "slurm_cluster",
+    )
     launcher = make_launcher(
         launcher_name, device=configurations[0].device, **{name: options.get(name) for name in names}
     )
     for model in dict.fromkeys(configuration.model for configuration in configurations):
         click.echo(f"{model}: {bind(find_model(model)).parameters()['total']:,} parameters", err=True)
     swept = run_sweep(
-        configurations, options["logs_dir"], runs_dir=options["runs_dir"], launcher=launcher, fresh=options["fresh"],
-        retry_failed=options.get("retry") == "failed", progress=Progress(sys.stderr, lists_results=True),
-    )  # fmt: skip
+        configurations,
+        options["logs_dir"],
+        runs_dir=options["runs_dir"],
+        launcher=launcher,
+        fresh=options["fresh"],
+        retry_failed=options.get("retry") == "failed",
+        progress=Progress(sys.stderr, lists_results=True),
+    )
     found = summarize_rows(swept.rows)
     click.echo(format_json(found) if options["as_json"] else format_summary(found))
     if swept.stopped:

@@ -118,9 +118,12 @@ def _summarize(verdicts: list[tuple[str, Verdict | None]]) -> dict[str, Any]:
             if largest is None or flops / total > largest["share"]:
                 largest = {"case": label, "module": path, "flops": flops, "share": flops / total}
     return {
-        "cases": len(verdicts), "equal": equal, "different": len(known) - equal, "unknown": len(verdicts) - len(known),
+        "cases": len(verdicts),
+        "equal": equal,
+        "different": len(known) - equal,
+        "unknown": len(verdicts) - len(known),
         "largest_difference": largest,
-    }  # fmt: skip
+    }
 
 
 def _read_recompute(options: Mapping[str, object]) -> Recompute:

@@ -45,8 +45,9 @@ class KernelTable(NamedTuple):
         shape = dict(self.shapes).get((qk, v), KernelShape())
         found = dict[PassDirection, int]()
         passes: tuple[tuple[PassDirection, int, tuple[int, int]], ...] = (
-            ("forward", 2 * (qk + v), shape.pad_forward), ("backward", 2 * (3 * qk + 2 * v), shape.pad_backward),
-        )  # fmt: skip
+            ("forward", 2 * (qk + v), shape.pad_forward),
+            ("backward", 2 * (3 * qk + 2 * v), shape.pad_backward),
+        )
         for direction, need, (top, bottom) in passes:
             pairs = count_attention_pairs(self.modelled, direction, mask, length, (qk + v) // 2)
             if pairs is None:

@@ -323,11 +323,13 @@ def _format(
 def _sort_key(row: Sequence[object]) -> list[tuple[int, float, str]]:
     """Numbers before words, nothing last: rows of mixed values have one order."""
     return [
-        (2, 0.0, "") if value is None
-        else (0, float(value), "") if isinstance(value, (int, float))
+        (2, 0.0, "")
+        if value is None
+        else (0, float(value), "")
+        if isinstance(value, (int, float))
         else (1, 0.0, str(value))
         for value in row
-    ]  # fmt: skip
+    ]
 
 
 # --- looking up -------------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from flopcalc.integrations.native import Decoder, Experts, Mla, make_config
 _UNMAPPED = ("hybrid_override_pattern", "hybrid_layer_pattern", "mtp_num_layers", "window_size", "moe_latent_size")
 # LoRA's targets in Megatron's words -> modules of the HF model.
 _TARGETS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
-}  # fmt: skip
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
 
 
 def map_config(model: Any) -> dict[str, Any]:

@@ -63,15 +63,16 @@ def make_config(decoder: Decoder, name: str) -> dict[str, Any]:
     if not decoder.is_gated:
         raise ConfigError(f"{name}: experts without a gated MLP are not described by any spec; give model=")
     routed = {
-        "num_experts": experts.many, "num_experts_per_tok": experts.top_k, "moe_intermediate_size": experts.size,
-        "decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(decoder.layers) if i not in experts.layers],
-    }  # fmt: skip
+        "num_experts": experts.many,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(decoder.layers) if i not in experts.layers],
+    }
     if not experts.shared:
         return {**config, **routed, "model_type": "qwen3_moe"}
     if experts.has_gate:
-        return {
-            **config, **routed, "model_type": "qwen2_moe", "shared_expert_intermediate_size": experts.shared,
-        }  # fmt: skip
+        return {**config, **routed, "model_type": "qwen2_moe", "shared_expert_intermediate_size": experts.shared}
     return {**config, **_describe_shared(decoder, experts, name), "model_type": "glm4_moe"}
 
 
@@ -87,9 +88,13 @@ def _describe_shared(decoder: Decoder, experts: Experts, name: str) -> dict[str,
             "give model="
         )
     return {
-        "n_routed_experts": experts.many, "num_experts_per_tok": experts.top_k, "n_shared_experts": shared,
-        "moe_intermediate_size": experts.size, "first_k_dense_replace": dense, "mlp_only_layers": [],
-    }  # fmt: skip
+        "n_routed_experts": experts.many,
+        "num_experts_per_tok": experts.top_k,
+        "n_shared_experts": shared,
+        "moe_intermediate_size": experts.size,
+        "first_k_dense_replace": dense,
+        "mlp_only_layers": [],
+    }
 
 
 def _describe_latent(decoder: Decoder, mla: Mla, name: str) -> dict[str, Any]:
@@ -112,7 +117,10 @@ def _describe_windows(decoder: Decoder, name: str) -> dict[str, Any]:
     if experts is None or not is_known or decoder.mla is not None or len(sizes) > 1:
         raise ConfigError(f"{name}: sliding windows in this model are not described; give model=")
     return {
-        "model_type": "gpt_oss", "intermediate_size": experts.size, "num_local_experts": experts.many,
-        "num_experts_per_tok": experts.top_k, "sliding_window": sizes.pop(),
+        "model_type": "gpt_oss",
+        "intermediate_size": experts.size,
+        "num_local_experts": experts.many,
+        "num_experts_per_tok": experts.top_k,
+        "sliding_window": sizes.pop(),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in decoder.windows],
-    }  # fmt: skip
+    }

@@ -32,9 +32,12 @@ def map_config(config: Any) -> dict[str, Any]:
     mla = None
     if hasattr(first, "kv_lora_rank"):
         mla = Mla(
-            first.q_lora_rank or None, first.kv_lora_rank, first.qk_nope_head_dim, first.qk_rope_head_dim,
+            first.q_lora_rank or None,
+            first.kv_lora_rank,
+            first.qk_nope_head_dim,
+            first.qk_rope_head_dim,
             first.v_head_dim,
-        )  # fmt: skip
+        )
     experts = _read_experts(layers, name)
     decoder = Decoder(
         hidden=config.dim,

@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from flopcalc.monitor.training import TrainingMonitor
 
 __all__ = [
-    "TrainingMonitor", "Settings", "load_settings",
-    "MeasuredMfu", "calculate_mfu_with_profiler", "calculate_precise_mfu",
-    "FlopcalcCallback", "FlopcalcMonitor",
-]  # fmt: skip
+    "TrainingMonitor",
+    "Settings",
+    "load_settings",
+    "MeasuredMfu",
+    "calculate_mfu_with_profiler",
+    "calculate_precise_mfu",
+    "FlopcalcCallback",
+    "FlopcalcMonitor",
+]
 
 # Public name -> module: only users of their callbacks need transformers and lightning.
 _HOMES = {

@@ -21,14 +21,26 @@ from flopcalc.monitor.values import is_tensor, read_held
 
 # Of these, shapes alone count.
 _SHAPES = (
-    "input_ids", "inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "input_values",
-    "decoder_input_ids", "decoder_inputs_embeds",
-)  # fmt: skip
+    "input_ids",
+    "inputs_embeds",
+    "pixel_values",
+    "pixel_values_videos",
+    "input_features",
+    "input_values",
+    "decoder_input_ids",
+    "decoder_inputs_embeds",
+)
 # Of these, values count: they are small, and read while they are on the host.
 _VALUES = (
-    "attention_mask", "position_ids", "cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q", "image_grid_thw", "video_grid_thw",
+    "attention_mask",
+    "position_ids",
+    "cu_seqlens",
+    "cu_seq_lens_q",
+    "cu_seqlens_q",
+    "image_grid_thw",
+    "video_grid_thw",
     "logits_to_keep",
-)  # fmt: skip
+)
 # What makes a workload class of its own.
 _CLASSES = {
     **{name: name for name in ("pixel_values", "pixel_values_videos", "input_features", "input_values")},
@@ -367,8 +379,10 @@ def bind_live(
     if isinstance(model, Estimator):
         return model
     formats: dict[str, Any] = {
-        "compute": compute, "autocast": autocast if compute is None else None, "routing": routing,
-    }  # fmt: skip
+        "compute": compute,
+        "autocast": autocast if compute is None else None,
+        "routing": routing,
+    }
     if not hasattr(model, "named_parameters"):
         return bind(model, device=device, **formats)
     inner = unwrap(model)

@@ -104,13 +104,22 @@ class StepWorker:
         intake = self.model.intake if self.model.has_formula else None
         estimator = intake.estimator if intake is not None else None
         peak = self.meter.peak
-        self.outbox.put({
-            "type": "start", "schema": SCHEMA, "version": __version__, "time": time.time(),
-            "model": estimator.source.name if estimator is not None else None,
-            "parameters": estimator.parameters()["total"] if estimator is not None else None,
-            "device": peak.device, "peak_flops_per_s": peak.flops_per_s, "dtype": peak.dtype,
-            "mode": self.settings.mode, "world": self.world, "settings": asdict(self.settings),
-        })  # fmt: skip
+        self.outbox.put(
+            {
+                "type": "start",
+                "schema": SCHEMA,
+                "version": __version__,
+                "time": time.time(),
+                "model": estimator.source.name if estimator is not None else None,
+                "parameters": estimator.parameters()["total"] if estimator is not None else None,
+                "device": peak.device,
+                "peak_flops_per_s": peak.flops_per_s,
+                "dtype": peak.dtype,
+                "mode": self.settings.mode,
+                "world": self.world,
+                "settings": asdict(self.settings),
+            }
+        )
 
     def finish_side(self) -> None:
         """The last, shorter interval; the other ranks are ending too, and are given a moment."""
@@ -424,9 +433,12 @@ def finish_dropped(worker: StepWorker, values: ValueReader, hooks: list[Any], co
     for handle in hooks:
         handle.remove()
     parts: tuple[Callable[[], None], ...] = (
-        lambda: values.finish(_DROPPED_S), lambda: worker.finish(count_s), worker.finish_side,
-        lambda: worker.finish_log(close_s), worker.model.close,
-    )  # fmt: skip
+        lambda: values.finish(_DROPPED_S),
+        lambda: worker.finish(count_s),
+        worker.finish_side,
+        lambda: worker.finish_log(close_s),
+        worker.model.close,
+    )
     for part in parts:
         with suppress(Exception):
             part()

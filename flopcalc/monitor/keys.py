@@ -16,9 +16,16 @@ CORE = (
 )  # fmt: skip
 # In every record too: what the numbers rest on.
 CONTEXT = (
-    "perf/source", "perf/convention", "perf/peak_flops_per_s", "perf/device", "perf/dtype", "perf/scope", "perf/steps",
-    "perf/mfu_step", "perf/mfu_of_bf16_peak",
-)  # fmt: skip
+    "perf/source",
+    "perf/convention",
+    "perf/peak_flops_per_s",
+    "perf/device",
+    "perf/dtype",
+    "perf/scope",
+    "perf/steps",
+    "perf/mfu_step",
+    "perf/mfu_of_bf16_peak",
+)
 # Every `detail_every` steps; goodput/lost_<cause>_s joins them, with causes that only the run knows.
 DETAIL = (
     "perf/hfu", "perf/device_mfu", "perf/device_step_time", "perf/tflops_per_gpu", "perf/padded_tokens_per_second",

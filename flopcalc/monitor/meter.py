@@ -176,21 +176,47 @@ class Window:
     def to_sums(self, peaks: Peaks) -> Sums:
         model, hardware, step = self.find_peaks(peaks)
         return Sums(
-            self.steps, sum(self.model.values()), sum(self.hardware.values()), self.tokens, self.padded_tokens,
-            self.samples, self.images, self.wall_s, self.steps * self.device_step_s, model.flops_per_s,
-            self.other_s, sum(self.others.values()), hardware.flops_per_s, step.flops_per_s,
-        )  # fmt: skip
+            self.steps,
+            sum(self.model.values()),
+            sum(self.hardware.values()),
+            self.tokens,
+            self.padded_tokens,
+            self.samples,
+            self.images,
+            self.wall_s,
+            self.steps * self.device_step_s,
+            model.flops_per_s,
+            self.other_s,
+            sum(self.others.values()),
+            hardware.flops_per_s,
+            step.flops_per_s,
+        )
 
     def mean(self, peaks: Peaks, scope: str) -> MeanStep:
         """The mean step of this rank alone."""
         n = self.steps or math.nan
         model, hardware, step = self.find_peaks(peaks)
         return MeanStep(
-            self.steps, sum(self.model.values()) / n, sum(self.hardware.values()) / n, self.tokens / n,
-            self.padded_tokens / n, self.samples / n, self.images / n, self.wall_s / n, self.device_step_s,
-            model.flops_per_s, None, (), scope, (), 1, self.other_s / n, sum(self.others.values()) / n,
-            hardware.flops_per_s, step.flops_per_s,
-        )  # fmt: skip
+            self.steps,
+            sum(self.model.values()) / n,
+            sum(self.hardware.values()) / n,
+            self.tokens / n,
+            self.padded_tokens / n,
+            self.samples / n,
+            self.images / n,
+            self.wall_s / n,
+            self.device_step_s,
+            model.flops_per_s,
+            None,
+            (),
+            scope,
+            (),
+            1,
+            self.other_s / n,
+            sum(self.others.values()) / n,
+            hardware.flops_per_s,
+            step.flops_per_s,
+        )
 
 
 def _scale(flops: Formats, factor: float) -> Formats:
@@ -461,7 +487,7 @@ class Meter:
             "perf/model_flops": last.model_flops if last is not None else math.nan,
             "perf/hardware_flops": last.hardware_flops if last is not None else math.nan,
             "perf/factor": last.factor if last is not None else math.nan,
-        }  # fmt: skip
+        }
         if self.combined is not None:
             record["perf/slowest_rank_step_time"] = found.wall_s
             record["perf/stragglers"] = list(found.stragglers)

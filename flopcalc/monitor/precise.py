@@ -287,9 +287,10 @@ def _measure_smart(model: Any, batch: int, seq: int, counts: Counts | None, dtyp
         return _scale(*_measure_once(model, batch, seq, counts, dtype))
     kept = _smart.setdefault(model, {})
     state = (
-        dtype, tuple(parameter.requires_grad for parameter in model.parameters()),
+        dtype,
+        tuple(parameter.requires_grad for parameter in model.parameters()),
         tuple(getattr(each, "gradient_checkpointing", False) for each in model.modules()),
-    )  # fmt: skip
+    )
     if state not in kept:
         try:
             found = _scale(*_measure_once(model, batch, seq, counts, dtype))

@@ -283,9 +283,14 @@ class TrainingMonitor(PassCalls):
             return
         worker = self._digester
         for part in (
-            self._finish_steps, self._stop_worker, worker.finish_side, lambda: worker.finish_log(_CLOSE_S),
-            self._drop_hooks, self._trained.close, self._messages.warn_pending,
-        ):  # fmt: skip
+            self._finish_steps,
+            self._stop_worker,
+            worker.finish_side,
+            lambda: worker.finish_log(_CLOSE_S),
+            self._drop_hooks,
+            self._trained.close,
+            self._messages.warn_pending,
+        ):
             try:
                 part()
             except Exception as error:
@@ -515,9 +520,13 @@ class TrainingMonitor(PassCalls):
         worker = self._digester
         worker.rank, worker.world = find_rank()
         for part in (
-            self._find_device, worker.open_log, self._bind, worker.open_source, worker.open_side,
+            self._find_device,
+            worker.open_log,
+            self._bind,
+            worker.open_source,
+            worker.open_side,
             self._start_worker,
-        ):  # fmt: skip
+        ):
             try:
                 part()
             except Exception as error:

@@ -166,9 +166,7 @@ def repeat_work(work: Work, recompute: LayoutRecompute) -> Work:
         cores = [each._replace(calls=each.calls / 2) if each.is_again else each for each in work.attention]
         moved = [each._replace(calls=each.calls / 2) if each.is_again else each for each in work.moved]
         hosted = [each._replace(many=each.many / 2) if each.way == "again" else each for each in work.hosted]
-        return work._replace(
-            products=tuple(halves), attention=tuple(cores), moved=tuple(moved), hosted=tuple(hosted)
-        )  # fmt: skip
+        return work._replace(products=tuple(halves), attention=tuple(cores), moved=tuple(moved), hosted=tuple(hosted))
     if recompute in ("light", "offload"):
         inside = tuple(f"{stack.path}." for stack in work.stacks if stack.is_language)
         lifted = [each._replace(is_again=True) for each in work.products if is_lifting(each)]
@@ -186,9 +184,10 @@ def repeat_work(work: Work, recompute: LayoutRecompute) -> Work:
             if each.kind == "softmax" and each.direction == "forward" and each.module in softmax
         ]
         return work._replace(
-            attention=(*work.attention, *again), moved=(*work.moved, *scores),
+            attention=(*work.attention, *again),
+            moved=(*work.moved, *scores),
             hosted=(*work.hosted, *sent) if work.hosted else (),
-        )  # fmt: skip
+        )
     return work
 
 
@@ -306,8 +305,12 @@ def _mix(one: Part, other: Part) -> Part:
     kinds = tuple(
         own._replace(kept=_halve(own.kept, same.kept)) for own, same in zip(one.kinds, other.kinds, strict=True)
     )
-    return one._replace(kept=_halve(one.kept, other.kept), extra=max(one.extra, other.extra), kinds=kinds,
-                        outputs=(one.outputs + other.outputs) // 2)  # fmt: skip
+    return one._replace(
+        kept=_halve(one.kept, other.kept),
+        extra=max(one.extra, other.extra),
+        kinds=kinds,
+        outputs=(one.outputs + other.outputs) // 2,
+    )
 
 
 def _halve(one: SplitBytes, other: SplitBytes) -> SplitBytes:

@@ -140,9 +140,11 @@ def _list_powers(most: int) -> list[int]:
 
 
 def _list_divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0] if number <= 4096 else [
-        each for each in range(1, 513) if number % each == 0
-    ]  # fmt: skip
+    return (
+        [each for each in range(1, number + 1) if number % each == 0]
+        if number <= 4096
+        else [each for each in range(1, 513) if number % each == 0]
+    )
 
 
 def _list_virtual(layers: int, pp: int) -> list[int]:

@@ -18,8 +18,16 @@ from flopcalc.hardware.devices import find_device
 _MIB = 1 << 20
 # Bus bandwidth is size / time times this share of (g-1)/g: an all-reduce passes everything twice.
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-_COPIED = ("per_node", "inside_mib", "inside_gb_per_s", "gather_share", "floor_us", "across_gb_per_s", "hop_us",
-           "host_gb_per_s")  # fmt: skip
+_COPIED = (
+    "per_node",
+    "inside_mib",
+    "inside_gb_per_s",
+    "gather_share",
+    "floor_us",
+    "across_gb_per_s",
+    "hop_us",
+    "host_gb_per_s",
+)
 _FOREIGN = 1.2  # what another maker adds to the logarithm of two speeds
 
 
@@ -180,9 +188,7 @@ def time_collective(net: Interconnect, kind: str, size: float, group: int, strid
     return max(net.floor_s, share * size / min(rate, port)) + hops
 
 
-def time_routing(
-    net: Interconnect, size: float, group: int, active: int, groups: tuple[int, int] = (1, 1)
-) -> float:  # fmt: skip
+def time_routing(net: Interconnect, size: float, group: int, active: int, groups: tuple[int, int] = (1, 1)) -> float:
     """Seconds of handing tokens to the experts of `group` devices; `size` in bytes of all copies that a device sends.
 
     A token that reaches several experts of a device is sent there once, and one that reaches several devices of a node

@@ -80,17 +80,31 @@ def plan_setup(setup: Setup) -> Plan:
     total_tokens = int(tokens)
 
     def search(
-        batch: int, narrowed: Mapping[str, Sequence[int | str]], notes: list[str],
+        batch: int,
+        narrowed: Mapping[str, Sequence[int | str]],
+        notes: list[str],
         progress: Callable[[int, int], None] | None = None,
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         return search_layouts(
-            estimator, sample, tokens=max(total_tokens, batch * sample.tokens), device=device, gpus=gpus,
-            global_batch=batch, fixed=narrowed, interconnect=setup.get("interconnect"), price=setup.get("price"),
-            dtype=setup.formats.compute, execution=setup.get("execution", "fused"),
-            optimizer=setup.get("optimizer", "adamw-master"), attention_kernel=setup.attention_kernel,
-            expert_imbalance=expert_imbalance, overlaps=OVERLAPS[overlap], top=setup.get("top", 5), notes=notes,
+            estimator,
+            sample,
+            tokens=max(total_tokens, batch * sample.tokens),
+            device=device,
+            gpus=gpus,
+            global_batch=batch,
+            fixed=narrowed,
+            interconnect=setup.get("interconnect"),
+            price=setup.get("price"),
+            dtype=setup.formats.compute,
+            execution=setup.get("execution", "fused"),
+            optimizer=setup.get("optimizer", "adamw-master"),
+            attention_kernel=setup.attention_kernel,
+            expert_imbalance=expert_imbalance,
+            overlaps=OVERLAPS[overlap],
+            top=setup.get("top", 5),
+            notes=notes,
             progress=progress,
-        )  # fmt: skip
+        )
 
     def find_best(batch: int, narrowed: Mapping[str, Sequence[int | str]]) -> float | None:
         """Seconds of a step in the fastest layout that fits, with another global batch."""

@@ -225,11 +225,15 @@ class Plan(NamedTuple):
         headers = ["layout", "step", "MFU", "memory", "days", "GPU-hours"]
         cells = [
             [
-                row.layout, format_seconds(row.step_time_s), f"{100 * row.mfu:.1f} %", format_bytes(row.memory_bytes),
-                format_amount(row.days), format_amount(row.gpu_hours),
+                row.layout,
+                format_seconds(row.step_time_s),
+                f"{100 * row.mfu:.1f} %",
+                format_bytes(row.memory_bytes),
+                format_amount(row.days),
+                format_amount(row.gpu_hours),
             ]
             for row in self.rows()
-        ]  # fmt: skip
+        ]
         return show_rows(headers, cells, self._describe())
 
     def plot(self, path: str | os.PathLike[str]) -> None:

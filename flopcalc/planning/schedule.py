@@ -143,12 +143,15 @@ def make_trace(plan: Plan) -> dict[str, Any]:
     return {
         "displayTimeUnit": "ms",
         "otherData": {
-            "model": plan.model, "device": plan.device.id, "gpus": plan.gpus, "layout": str(best.layout),
+            "model": plan.model,
+            "device": plan.device.id,
+            "gpus": plan.gpus,
+            "layout": str(best.layout),
             "step_time_s": {"low": best.step.low, "mid": best.step.seconds, "high": best.step.high},
             "note": "planned, not measured; every stage as long as the fullest; communication is what nothing hides",
         },
         "traceEvents": events,
-    }  # fmt: skip
+    }
 
 
 def save_trace(plan: Plan, path: str) -> None:

@@ -98,7 +98,9 @@ def search_layouts(
         speed = global_batch / step.seconds
         hours = tokens / (speed * sample.tokens) / 3600
         return PlannedLayout(
-            layout, step, memory,
+            layout,
+            step,
+            memory,
             mfu=needed * speed / gpus,
             hfu=_find_ideal(found, _count_executed(runner, layout)) * speed / gpus,
             tokens_per_s=speed * sample.tokens,
@@ -106,7 +108,7 @@ def search_layouts(
             gpu_hours=hours * gpus,
             kwh=count_energy(found, hours * gpus),
             usd=None if rate is None else rate.usd_per_gpu_hour * hours * gpus,
-        )  # fmt: skip
+        )
 
     if not searched.fitting:
         raise WorkloadError(_describe_misfit(runner, gpus, searched.misfits, capacity, fixed))
@@ -119,12 +121,29 @@ def search_layouts(
     if sample.decoder is not None:
         said.append("encoder and decoder: a pipeline's stages are counted with the mean of both kinds of layers")
     return Plan(
-        estimator.source.name, estimator.parameters()["total"], found, kind, gpus, net, tokens, sample.tokens,
-        global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
-        rate, _name_evidence(runner), tuple(said),
-        FrozenRows(Point(step.seconds, peak, layout) for layout, step, peak in ranked), execution, optimizer,
-        _find_help(best[0], losers), estimator.routing_name,
-    )  # fmt: skip
+        estimator.source.name,
+        estimator.parameters()["total"],
+        found,
+        kind,
+        gpus,
+        net,
+        tokens,
+        sample.tokens,
+        global_batch,
+        tuple(best),
+        tuple(losers),
+        len(ranked) + len(searched.misfits),
+        len(ranked),
+        searched.skipped,
+        rate,
+        _name_evidence(runner),
+        tuple(said),
+        FrozenRows(Point(step.seconds, peak, layout) for layout, step, peak in ranked),
+        execution,
+        optimizer,
+        _find_help(best[0], losers),
+        estimator.routing_name,
+    )
 
 
 Entry: TypeAlias = tuple[Layout, LayoutSeconds, int]  # with the peak of its memory, in bytes

@@ -163,9 +163,13 @@ class LayoutTimer:
     def _make_work(self, micro_batch: int, recompute: LayoutRecompute) -> Work:
         load = resize_batch(self.sample, micro_batch)
         work = make_work(
-            self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer, dtype_bytes=self.machine.width,
-            kernel=self.kernel, execution=self.execution,
-        )  # fmt: skip
+            self.estimator(find_recipe(recompute)),
+            load,
+            optimizer=self.optimizer,
+            dtype_bytes=self.machine.width,
+            kernel=self.kernel,
+            execution=self.execution,
+        )
         return repeat_work(work, recompute)
 
     def _find_imbalance(self, layout: Layout) -> float:
@@ -181,9 +185,15 @@ class LayoutTimer:
         def make(word: str, *, is_light: bool = False) -> Tensors:
             optimizer = "sgd" if self.optimizer == "none" else self.optimizer
             return list_tensors(
-                self.estimator(word), load, dtype=self.dtype, optimizer=optimizer, attention=kernel,
-                execution=self.execution, is_light=is_light, expert_imbalance=imbalance,
-            )  # fmt: skip
+                self.estimator(word),
+                load,
+                dtype=self.dtype,
+                optimizer=optimizer,
+                attention=kernel,
+                execution=self.execution,
+                is_light=is_light,
+                expert_imbalance=imbalance,
+            )
 
         if recompute == "half":
             return mix_tensors(make("none"), make("full"))
@@ -250,9 +260,17 @@ class LayoutTimer:
             if name in ways:
                 layers[having] = layers.get(having, 0.0) + seconds
         return DeviceTime(
-            clock, sums, means[0], means[1], means[2], attention, spent["first", ()], spent["last", ()], layers,
+            clock,
+            sums,
+            means[0],
+            means[1],
+            means[2],
+            attention,
+            spent["first", ()],
+            spent["last", ()],
+            layers,
             clock.error("device"),
-        )  # fmt: skip
+        )
 
     def _find_kinds_of(self, module: str) -> Kinds:
         """The kinds of layers that have a module; all kinds where no op is called so."""
@@ -320,9 +338,7 @@ class LayoutTimer:
         cut, layer, batches, (tensor, ring, experts), copied = spread[:5]
         shards = self._expose_shards(layout, layer, *self._time_shards(layout))
         every = tensor + ring + shards + copied
-        spent = [
-            seconds + section.layers * every + routing * experts for section, seconds, routing in spread.sections
-        ]  # fmt: skip
+        spent = [seconds + section.layers * every + routing * experts for section, seconds, routing in spread.sections]
         slowest = max(range(len(spent)), key=spent.__getitem__)
         section, _, routing = spread.sections[slowest]
         parts = self._list_parts(cut, section, batches, self._find_stepped(layout, section))
@@ -488,7 +504,7 @@ class LayoutTimer:
 
     def _expose_shards(
         self, layout: Layout, layer: DeviceTime, gather: float, scatter: float, contention: float
-    ) -> float:  # fmt: skip
+    ) -> float:
         """What of a layer's gathers and reductions is not hidden, and what hiding costs the products."""
         if layout.zero < 2:
             return 0.0
@@ -574,9 +590,13 @@ class LayoutTimer:
 def _find_cut(layout: Layout) -> Layout:
     """The degrees that what one device computes of a micro-batch depends on."""
     return Layout(
-        tp=layout.tp, cp=layout.cp, ep=layout.ep, micro_batch=layout.micro_batch, recompute=layout.recompute,
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        micro_batch=layout.micro_batch,
+        recompute=layout.recompute,
         is_sequence_parallel=layout.is_sequence_parallel,
-    )  # fmt: skip
+    )
 
 
 def _list_named(estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:

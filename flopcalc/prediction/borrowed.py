@@ -90,9 +90,13 @@ def choose_variant(signatures: Iterable[str], chain: Chain) -> str:
 
 
 def borrow_layer(
-    signature: str, chain: Chain, width: int, around: Mapping[str, int], count_rows: Callable[[Op], int],
+    signature: str,
+    chain: Chain,
+    width: int,
+    around: Mapping[str, int],
+    count_rows: Callable[[Op], int],
     has_cache: bool,
-) -> list[Borrowed]:  # fmt: skip
+) -> list[Borrowed]:
     """What the modules of a layer borrow from a recorded layer; `width` is that of the residual stream.
 
     `around` has the sizes of the whole model, from `Outside.size`.
@@ -139,9 +143,13 @@ def _find_linear(roles: _Roles, op: Op, left: Sequence[Op], before: int, is_behi
 
 
 def _borrow_function(
-    roles: _Roles, op: Pointwise, linears: Sequence[Op], left: Sequence[Op], sizes: Mapping[str, int],
+    roles: _Roles,
+    op: Pointwise,
+    linears: Sequence[Op],
+    left: Sequence[Op],
+    sizes: Mapping[str, int],
     count_rows: Callable[[Op], int],
-) -> list[Borrowed]:  # fmt: skip
+) -> list[Borrowed]:
     """An activation function, and the product with a gate where there is one."""
     after = next((each for each in left if each.kind in ("linear", "conv")), None)
     wide = after.n_in if after is not None else linears[-1].n_out
@@ -227,7 +235,7 @@ _SIZES = ("n_in", "n_out", "size")
 
 def borrow_outside(
     given: Outside, names: Iterable[str], count_rows: Callable[[Op], int], tokens: int
-) -> list[Borrowed]:  # fmt: skip
+) -> list[Borrowed]:
     """What the modules outside of layers borrow; those around layers get what lies around the stand-in's."""
     sizes = given.size()
     found: list[Borrowed] = []

@@ -25,8 +25,17 @@ from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, W
 
 # Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
 HOST_ONLY = (
-    "view", "make", "product", "product_grouped", "attention", "attention_masked", "module", "node", "read", "wrapper",
-)  # fmt: skip
+    "view",
+    "make",
+    "product",
+    "product_grouped",
+    "attention",
+    "attention_masked",
+    "module",
+    "node",
+    "read",
+    "wrapper",
+)
 # Bytes that an optimizer's step reads and writes per trained parameter, in bytes of the parameter: AdamW reads weight,
 # gradient and two states, and writes all but the gradient.
 _READS, _WRITES = 4, 3
@@ -58,9 +67,8 @@ def make_work(
     rows = estimator.rows(load, "hardware")
     is_fused = execution == "fused"
     found = (
-        Operators((), (), (), True) if is_fused
-        else _list_operators(estimator, load, kernel, dtype_bytes, transformers)
-    )  # fmt: skip
+        Operators((), (), (), True) if is_fused else _list_operators(estimator, load, kernel, dtype_bytes, transformers)
+    )
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
     own = estimator.formats.attention
@@ -91,22 +99,30 @@ def make_work(
         )
     _add_optimizer(rows, load, optimizer, dtype_bytes, moved, hosted, is_fused)
     return Work(
-        tuple(maker.products), tuple(maker.attention), tuple(moved), tuple(hosted), list_stacks(estimator),
-        tuple(notes), not maker.multiplied if is_fused else found.is_recorded,
-        str(estimator.source.config["model_type"]), execution, any(op.part == "ssm" for op in maker.multiplied),
-    )  # fmt: skip
+        tuple(maker.products),
+        tuple(maker.attention),
+        tuple(moved),
+        tuple(hosted),
+        list_stacks(estimator),
+        tuple(notes),
+        not maker.multiplied if is_fused else found.is_recorded,
+        str(estimator.source.config["model_type"]),
+        execution,
+        any(op.part == "ssm" for op in maker.multiplied),
+    )
 
 
 def list_stacks(estimator: Estimator) -> tuple[Stack, ...]:
     """The model's stages in order of dataflow."""
     return tuple(
         Stack(
-            stage.path, len(stage.layers) if stage.repeated else 0,
+            stage.path,
+            len(stage.layers) if stage.repeated else 0,
             tuple(dict.fromkeys(op.name for chain in stage.layers[:1] for op in iterate(chain))),
             stage.repeated and stage.group == "language",
         )
         for stage in estimator.stages
-    )  # fmt: skip
+    )
 
 
 # --- everything beside products and attention -------------------------------------------------------------------------
@@ -132,7 +148,7 @@ def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[l
 
 def _add_dequantized(
     rows: list[CountedRow], products: list[Product], moved: list[MemoryCall], hosted: list[HostCall]
-) -> None:  # fmt: skip
+) -> None:
     """What bitsandbytes does before each product of a weight of four bits: it makes the whole weight in bf16."""
     stored = {name_module(block, row.op): row for block, row, _ in rows if row.numbers.weight.name in FOUR_BITS}
     for product in products:
@@ -142,18 +158,24 @@ def _add_dequantized(
         size = product.n * product.k * product.copies
         way: PassDirection = "forward" if product.direction == "forward" else "backward"
         moved.append(
-            MemoryCall(product.module, product.group, way, "dequantize", size / 2, 2.0 * size, product.calls,
-                  product.is_again)
-        )  # fmt: skip
+            MemoryCall(
+                product.module, product.group, way, "dequantize", size / 2, 2.0 * size, product.calls, product.is_again
+            )
+        )
         hosted.append(
             HostCall(product.module, product.group, "again" if product.is_again else way, "cast", 2 * product.calls)
-        )  # fmt: skip
+        )
 
 
 def _add_optimizer(
-    rows: list[CountedRow], load: Workload, optimizer: Optimizer, dtype_bytes: int, moved: list[MemoryCall],
-    hosted: list[HostCall], is_fused: bool,
-) -> None:  # fmt: skip
+    rows: list[CountedRow],
+    load: Workload,
+    optimizer: Optimizer,
+    dtype_bytes: int,
+    moved: list[MemoryCall],
+    hosted: list[HostCall],
+    is_fused: bool,
+) -> None:
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
     stepped = [(block, row) for block, row, _ in rows if row.trainable and block.group not in silent]
@@ -179,9 +201,10 @@ def _add_optimizer(
 def _count_unseen(stepped: list[tuple[Block, Row]], tied: set[str | None], load: Workload) -> float:
     """Weights of input embeddings, not tied to a head, whose tokens a batch of random ones does not have."""
     tables = [
-        row.op for block, row in stepped
+        row.op
+        for block, row in stepped
         if isinstance(row.op, Embed) and row.op.input_embedding and f"{name_module(block, row.op)}.weight" not in tied
-    ]  # fmt: skip
+    ]
     return sum(op.count * op.dim * math.exp(-load.tokens / op.count) for op in tables)
 
 
@@ -293,9 +316,18 @@ class _Maker:
                 per_byte = known.scan_flops_per_byte[direction] if row.op.part == "ssm" else known.mix_flops_per_byte
                 size = count / self.steps / per_byte
                 self.scanned.append(
-                    MemoryCall(name_module(block, row.op), block.group, direction, "scan", size / 2, size / 2, calls,
-                          is_again, width="narrow")
-                )  # fmt: skip
+                    MemoryCall(
+                        name_module(block, row.op),
+                        block.group,
+                        direction,
+                        "scan",
+                        size / 2,
+                        size / 2,
+                        calls,
+                        is_again,
+                        width="narrow",
+                    )
+                )
 
     def add_attention(self, block: Block, row: Row, op: Attend) -> None:
         load = self.load
@@ -401,9 +433,11 @@ def _join_pair(one: Product, other: Product) -> Product:
     parent = one.module.partition("+")[0].rpartition(".")[0]
     name = other.module.removeprefix(f"{parent}.")
     return one._replace(
-        module=f"{one.module}+{name}", n=one.n + other.n, kv=one.kv + other.kv,
+        module=f"{one.module}+{name}",
+        n=one.n + other.n,
+        kv=one.kv + other.kv,
         kv_heads=max(one.kv_heads, other.kv_heads),
-    )  # fmt: skip
+    )
 
 
 def count_calls(load: Workload) -> int:
@@ -415,7 +449,7 @@ def count_calls(load: Workload) -> int:
 # --- recorded operators of several streams ----------------------------------------------------------------------------
 def _list_operators(
     estimator: Estimator, load: Workload, kernel: CallKernel, dtype_bytes: int, transformers: str
-) -> Operators:  # fmt: skip
+) -> Operators:
     """Operators of the whole model; an encoder's, a decoder's and an audio tower's each over their own rows."""
     attention = "eager" if kernel == "eager" else "sdpa"
     sides = _find_sides(estimator, load)

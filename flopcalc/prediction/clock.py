@@ -29,8 +29,18 @@ _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a 
 _HALF = 0.5  # of what a host's gain in time gains a step: beyond it, the host bounds the step
 _NEAR = 0.8  # a choice: a host that takes this much of the device's time may hold it up
 # Devices whose published training runs plan was held against (docs/planning.md).
-CHECKED = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "h800-sxm", "b200-sxm", "b300-sxm", "gb200",
-           "gb300", "tpu-v4")  # fmt: skip
+CHECKED = (
+    "a100-sxm-40gb",
+    "a100-sxm-80gb",
+    "h100-sxm",
+    "h200-sxm",
+    "h800-sxm",
+    "b200-sxm",
+    "b300-sxm",
+    "gb200",
+    "gb300",
+    "tpu-v4",
+)
 _FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds that a compiler joins to others
 # What a step's times rest on where it is not eager code that was measured.
 _RESTS = {
@@ -191,22 +201,16 @@ class Clock:
             flops = product.flops * times
             if self.machine.is_narrow(product):
                 flops = self.fitted.adapter_power * self.machine.peak * timed.seconds * product.calls * times
-            self._put(
-                product, "products", timed, product.calls * times, is_again=product.is_again, flops=flops
-            )  # fmt: skip
+            self._put(product, "products", timed, product.calls * times, is_again=product.is_again, flops=flops)
             self.has_experts = self.has_experts or product.copies > 1
             if self.machine.is_cast(product) and not joined.makes(product):
                 cast = self.machine.time_cast(product)
-                self._put(
-                    product, "memory", cast, product.calls * times, is_again=product.is_again, is_streamed=True
-                )  # fmt: skip
+                self._put(product, "memory", cast, product.calls * times, is_again=product.is_again, is_streamed=True)
         for call in work.attention:
             timed = self.machine.time_attention(call)
             kept = self.machine.plain.sustained_attention if self.phase == "train" else 1.0
             timed = timed._replace(seconds=timed.seconds / kept)
-            self._put(
-                call, "attention", timed, call.calls * times, is_again=call.is_again, flops=call.flops * times
-            )  # fmt: skip
+            self._put(call, "attention", timed, call.calls * times, is_again=call.is_again, flops=call.flops * times)
             longest = LONGEST.get(call.mask, max(LONGEST.values()))
             if call.keys > _BEYOND * longest:
                 self.long_keys = max(self.long_keys, (call.keys, longest))
@@ -220,9 +224,14 @@ class Clock:
                 self._put(moved, "optimizer", timed, moved.calls)
             else:
                 self._put(
-                    moved, "memory", timed, moved.calls * times, is_again=moved.is_again,
-                    is_joined=moved.kind.startswith(_FUSED), is_streamed=moved.kind in STREAMED,
-                )  # fmt: skip
+                    moved,
+                    "memory",
+                    timed,
+                    moved.calls * times,
+                    is_again=moved.is_again,
+                    is_joined=moved.kind.startswith(_FUSED),
+                    is_streamed=moved.kind in STREAMED,
+                )
         if routed:
             self._add_waits(joined, first, routed)
 

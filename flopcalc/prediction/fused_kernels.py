@@ -65,7 +65,7 @@ class _Lister:
                 width = op.over or op.size
                 self._put(
                     op, "wide" if width == self.hidden else "narrow", amount * width, (1, 1), (2, 1), is_cheap=True
-                )  # fmt: skip
+                )
             elif op.kind == "embed" and amount:
                 self._put(op, "wide", amount * op.size, (1, 1), (2, 1))
 
@@ -122,11 +122,20 @@ class _Lister:
                 continue
             self.moved.append(
                 MemoryCall(
-                    name_module(self.block, op), self.block.group, direction, "pointwise", self.bytes * size * reads,
-                    self.bytes * size * writes, self.block.copies, is_again, 0, width, is_cheap,
+                    name_module(self.block, op),
+                    self.block.group,
+                    direction,
+                    "pointwise",
+                    self.bytes * size * reads,
+                    self.bytes * size * writes,
+                    self.block.copies,
+                    is_again,
+                    0,
+                    width,
+                    is_cheap,
                     is_bias,
                 )
-            )  # fmt: skip
+            )
 
 
 def _list_rotations(attention: Sequence[Attention], dtype_bytes: int) -> list[MemoryCall]:

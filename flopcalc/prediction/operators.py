@@ -87,7 +87,7 @@ class Operators(NamedTuple):
 
 def list_operators(
     estimator: Estimator, load: Workload, attention: str = "sdpa", dtype_bytes: int = 2, transformers: str = RECORDED
-) -> Operators:  # fmt: skip
+) -> Operators:
     """The operators of one step of HF's eager model: bytes of each, and what the host dispatches besides kernels.
 
     `attention` is HF's attn_implementation; `dtype_bytes` the size of the model's floating dtype; `transformers` the
@@ -230,8 +230,15 @@ class _Reader:
         parts: dict[str, Any] = self.data[table]
         prefix = f"{phase} " if phase else ""
         asked = f"{prefix}{self.attention}{masked}{flags}"
-        for key in (asked, f"{prefix}{self.attention}{flags}", f"{prefix}{self.attention}", f"{prefix}sdpa{flags}",
-                    f"{prefix}eager{flags}", f"{prefix}sdpa", f"{prefix}eager"):  # fmt: skip
+        for key in (
+            asked,
+            f"{prefix}{self.attention}{flags}",
+            f"{prefix}{self.attention}",
+            f"{prefix}sdpa{flags}",
+            f"{prefix}eager{flags}",
+            f"{prefix}sdpa",
+            f"{prefix}eager",
+        ):
             stages = parts.get(key)
             if stages is None:
                 continue
@@ -306,9 +313,7 @@ class _Reader:
         if phase == "train" and (state.flows or not path) and self.stand_in is None:
             self._add_saved(path, chain, signature, where, state, count, scope, is_again)
 
-    def _add_experts(
-        self, path: str, name: str, state: LayerState, count: int, scope: Scope, is_again: bool
-    ) -> None:  # fmt: skip
+    def _add_experts(self, path: str, name: str, state: LayerState, count: int, scope: Scope, is_again: bool) -> None:
         """What the version of transformers does to routed rows; all that experts do, in a model that was not recorded.
 
         HF gives all models with experts the same code.
@@ -353,9 +358,7 @@ class _Reader:
 
     def _list_recorded(self, path: str) -> list[str]:
         """Signatures that were recorded under a path."""
-        numbers = {
-            int(number): None for stages in self.data["parts"].values() for number in stages.get(path, {})
-        }  # fmt: skip
+        numbers = {int(number): None for stages in self.data["parts"].values() for number in stages.get(path, {})}
         return [self.data["signatures"][number] for number in numbers]
 
     def _borrow(
@@ -380,7 +383,7 @@ class _Reader:
             (each.source, each.module, self._make_scope(each))
             for each in found
             if each.rows and each.module not in apart
-        ]  # fmt: skip
+        ]
 
     def _make_scope(self, each: Borrowed) -> Scope:
         """The features and sizes of a borrowed module; what the stand-in runs over tokens or patches, over its rows."""
@@ -464,9 +467,7 @@ class _Reader:
         table = [row for row in self.data["blocks"][number] if row[0] == direction]
         self._add_table(table, scope, module, group, count, is_again)
 
-    def _add_table(
-        self, table: list[Any], scope: Scope, module: str, group: str, count: int, is_again: bool
-    ) -> None:  # fmt: skip
+    def _add_table(self, table: list[Any], scope: Scope, module: str, group: str, count: int, is_again: bool) -> None:
         for letter, kind, many, reads, writes in table:
             is_sum = isinstance(many, str)  # then the bytes are of all calls together
             calls = scope.evaluate(many) if is_sum else many
@@ -482,9 +483,16 @@ class _Reader:
             self.rows[key] = self.rows.get(key, 0) + calls * count * self.calls
 
     def _add_saved(
-        self, path: str, chain: Chain | None, signature: str, where: str, state: LayerState, count: int, scope: Scope,
+        self,
+        path: str,
+        chain: Chain | None,
+        signature: str,
+        where: str,
+        state: LayerState,
+        count: int,
+        scope: Scope,
         is_again: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         group = self._find_group(path, "")
         number = self._find_part("", "saved", path, signature, where)
         for text, train, flow, many in self.data["kept"][number] if number is not None else ():

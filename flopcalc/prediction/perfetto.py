@@ -25,21 +25,32 @@ def make_trace(prediction: Prediction) -> dict[str, Any]:
         events.append({**about, "name": "thread_name", "args": {"name": name}})
         events.append({**about, "name": "thread_sort_index", "args": {"sort_index": numbers[track]}})
     for event in prediction.events:
-        events.append({
-            "ph": "X", "pid": 1, "tid": numbers[event.track], "cat": event.track, "name": event.name,
-            "ts": round(1e6 * event.start_s, 3), "dur": round(1e6 * (event.end_s - event.start_s), 3),
-        })  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": numbers[event.track],
+                "cat": event.track,
+                "name": event.name,
+                "ts": round(1e6 * event.start_s, 3),
+                "dur": round(1e6 * (event.end_s - event.start_s), 3),
+            }
+        )
     return {
         "displayTimeUnit": "ms",
         "otherData": {
-            "model": prediction.model, "workload": prediction.workload, "device": prediction.device,
-            "dtype": prediction.dtype, "execution": prediction.execution, "bound": prediction.bound,
+            "model": prediction.model,
+            "workload": prediction.workload,
+            "device": prediction.device,
+            "dtype": prediction.dtype,
+            "execution": prediction.execution,
+            "bound": prediction.bound,
             "step_time_s": prediction.step_time_s._asdict(),
             "note": "predicted, not measured; time 0 is where the host begins the step, while the device may still "
             "work on the step before",
         },
         "traceEvents": events,
-    }  # fmt: skip
+    }
 
 
 def save_trace(prediction: Prediction, path: str) -> None:

@@ -96,9 +96,16 @@ def _read_product(product: Product, times: int, machine: Machine) -> Call:
     if product.copies > 1:
         shape = f"{product.copies} weights: {shape}"
     return Call(
-        product.module, "product", product.direction, shape, product.calls * times, product.flops / product.calls,
-        float(numbers * machine.width), machine.time_product(product).seconds, product.is_again,
-    )  # fmt: skip
+        product.module,
+        "product",
+        product.direction,
+        shape,
+        product.calls * times,
+        product.flops / product.calls,
+        float(numbers * machine.width),
+        machine.time_product(product).seconds,
+        product.is_again,
+    )
 
 
 def _read_attention(call: Attention, times: int, machine: Machine) -> Call:
@@ -107,9 +114,16 @@ def _read_attention(call: Attention, times: int, machine: Machine) -> Call:
     passes = 2 if call.direction == "backward" else 1  # the way back writes a gradient for all that it reads
     shape = f"{call.batch} × {call.heads} heads ({call.kv_heads} of keys), {call.length} × {call.keys}, {call.mask}"
     return Call(
-        call.module, "attention", call.direction, shape, call.calls * times, call.flops / call.calls,
-        float(passes * (queries + keys) * machine.width), machine.time_attention(call).seconds, call.is_again,
-    )  # fmt: skip
+        call.module,
+        "attention",
+        call.direction,
+        shape,
+        call.calls * times,
+        call.flops / call.calls,
+        float(passes * (queries + keys) * machine.width),
+        machine.time_attention(call).seconds,
+        call.is_again,
+    )
 
 
 # Bytes per byte of a trained parameter that one step moves at least: its gradient is written; AdamW reads gradient,

@@ -259,9 +259,8 @@ class _Settings(NamedTuple):
         """The largest micro-batch's."""
         is_adding = sum(times for _, _, times in parts) > 1
         found = [
-            predict_memory(estimator, load, is_adding=is_adding, **self.memory_settings)
-            for estimator, load, _ in parts
-        ]  # fmt: skip
+            predict_memory(estimator, load, is_adding=is_adding, **self.memory_settings) for estimator, load, _ in parts
+        ]
         return max(found, key=lambda memory: memory.peak)
 
     def find_largest(self, estimator: Estimator, load: Workload, times: int) -> int | None:
@@ -270,9 +269,12 @@ class _Settings(NamedTuple):
             return None
         try:
             found, _ = largest_batch(
-                estimator, lambda rows: resize_batch(load, rows), self.machine.device, is_adding=times > 1,
+                estimator,
+                lambda rows: resize_batch(load, rows),
+                self.machine.device,
+                is_adding=times > 1,
                 **self.memory_settings,
-            )  # fmt: skip
+            )
         except WorkloadError:  # not even one
             return 0
         return found
@@ -281,8 +283,11 @@ class _Settings(NamedTuple):
     def memory_settings(self) -> dict[str, Any]:
         optimizer = "sgd" if self.optimizer == "none" else self.optimizer
         return {
-            "dtype": self.machine.dtype, "optimizer": optimizer, "attention": self.kernel, "execution": self.execution,
-        }  # fmt: skip
+            "dtype": self.machine.dtype,
+            "optimizer": optimizer,
+            "attention": self.kernel,
+            "execution": self.execution,
+        }
 
 
 def _make_clock(estimate: Estimate, settings: _Settings, is_captured: bool = False) -> Clock:
@@ -292,9 +297,14 @@ def _make_clock(estimate: Estimate, settings: _Settings, is_captured: bool = Fal
     for i, (estimator, load, times) in enumerate(estimate.terms):
         steps = "none" if i else settings.optimizer  # one optimizer's step for all micro-batches
         work = make_work(
-            estimator, load, optimizer=steps, dtype_bytes=machine.width, kernel=settings.kernel,
-            execution=settings.execution, transformers=settings.transformers,
-        )  # fmt: skip
+            estimator,
+            load,
+            optimizer=steps,
+            dtype_bytes=machine.width,
+            kernel=settings.kernel,
+            execution=settings.execution,
+            transformers=settings.transformers,
+        )
         clock.add(work, times, load)
     return clock
 

@@ -89,9 +89,7 @@ def order_places(found: Mapping[Place, Segment], stacks: Sequence[Stack]) -> lis
         at = abs(stage)
         layers = stacks[int(at)].layers if at.is_integer() and at < len(stacks) else 0
         for i in range(layers):
-            segments += [
-                (place, i, each) for place in places for each in _take_layer(found[place], i, layers)
-            ]  # fmt: skip
+            segments += [(place, i, each) for place in places for each in _take_layer(found[place], i, layers)]
         segments += [(place, -1, found[place]) for place in places] if not layers else []
     return segments
 

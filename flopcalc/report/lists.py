@@ -29,8 +29,10 @@ def join_cells(
     """Headers and rows; columns without any value are left out."""
     names = [name for name in cells[0] if any(row[name] is not None for row in cells)]
     table = [
-        [*(f"{value:,}" if isinstance(value, int) else value for value in values.values()),
-         *(row[name] or "-" for name in names)]
+        [
+            *(f"{value:,}" if isinstance(value, int) else value for value in values.values()),
+            *(row[name] or "-" for name in names),
+        ]
         for values, row in zip(varied, cells, strict=True)
-    ]  # fmt: skip
+    ]
     return [*varied[0], *names], table

@@ -17,9 +17,11 @@ def format_translation(translation: Translation, style: str = "simple") -> str:
         if is_markdown
         else [*wrap(f"{translation.model}: {translation.work}", "", "  ")]
     )
-    lines += [f"- {text}" for text in _list_facts(translation)] if is_markdown else [
-        line for text in _list_facts(translation) for line in wrap(text, "", "  ")
-    ]  # fmt: skip
+    lines += (
+        [f"- {text}" for text in _list_facts(translation)]
+        if is_markdown
+        else [line for text in _list_facts(translation) for line in wrap(text, "", "  ")]
+    )
     lines += ["", format_grid(_HEADERS, [_list_cells(row) for row in translation.rows], style=style), ""]
     width = max(len(row.name) for row in translation.rows) + 2
     fitting = [row for row in translation.rows if row.fits] or list(translation.rows[:1])
@@ -59,6 +61,4 @@ def _list_facts(translation: Translation) -> list[str]:
 
 def _list_cells(row: TranslatedRow) -> list[str]:
     share = "-" if row.mfu is None else f"{100 * row.mfu:.2f} %"
-    return [
-        row.name, f"{row.flops_per_token / 1e9:,.3f}", f"{row.tflops_per_gpu:,.1f}", share, format_difference(row),
-    ]  # fmt: skip
+    return [row.name, f"{row.flops_per_token / 1e9:,.3f}", f"{row.tflops_per_gpu:,.1f}", share, format_difference(row)]

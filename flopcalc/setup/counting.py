@@ -132,9 +132,11 @@ def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
     if setup.get("convention", "full") != "full":
         raise WorkloadError(f"{spell('trace')} counts what HF's code executes: it takes no {spell('convention')}")
     source = load_config(
-        setup.model.model, download=setup.model.download, model_type=setup.model.model_type,
+        setup.model.model,
+        download=setup.model.download,
+        model_type=setup.model.model_type,
         own=(get_stem(setup.model.spec),) if setup.model.spec else (),
-    )  # fmt: skip
+    )
     from flopcalc.core.estimate.traced import TracedEstimator, check_layers, load_trace, make_trace_key
 
     check_layers(source)

@@ -126,11 +126,19 @@ def make_setup(
     values = {name: read_value(name, fields[name], value) for name, value in given.items() if name != "launch"}
     notes += _describe_files(values.get("image", ()))
     return Setup(
-        command, _make_model(command, model, values), _make_work(values, workload, of_batch),
-        _make_recipe(command, values), _make_formats(values), _make_place(command, values),
-        values.get("convention", "model"), values.get("attention_kernel", "auto"),
-        values.get("clipping"), values, tuple(notes), report,
-    )  # fmt: skip
+        command,
+        _make_model(command, model, values),
+        _make_work(values, workload, of_batch),
+        _make_recipe(command, values),
+        _make_formats(values),
+        _make_place(command, values),
+        values.get("convention", "model"),
+        values.get("attention_kernel", "auto"),
+        values.get("clipping"),
+        values,
+        tuple(notes),
+        report,
+    )
 
 
 def _list_said(given: Mapping[str, Any], workload: object) -> dict[str, Any]:
@@ -192,9 +200,14 @@ def _describe_files(images: Iterable[object]) -> list[str]:
 def _make_model(command: Command, model: object, values: Mapping[str, Any]) -> ModelChoice:
     mtp = None if command == "translate" else values.get("mtp")  # there the layers that a quoted number counts
     return ModelChoice(
-        model, values.get("model_type"), values.get("spec"), values.get("download", False), values.get("head"), mtp,
+        model,
+        values.get("model_type"),
+        values.get("spec"),
+        values.get("download", False),
+        values.get("head"),
+        mtp,
         values.get("trace", False),
-    )  # fmt: skip
+    )
 
 
 def _make_work(values: Mapping[str, Any], workload: object, of_batch: bool) -> Work:
@@ -209,13 +222,26 @@ def _make_work(values: Mapping[str, Any], workload: object, of_batch: bool) -> W
         if beside:
             raise WorkloadError(f"batch already says sizes, lengths and images: leave {', '.join(beside)} out")
     inputs = Inputs(
-        batch=sizes["batch"], seq=sizes["seq"], text=sizes["text"], lengths=sizes["lengths"],
-        decoder_seq=sizes["decoder_seq"], images=sizes["image"] or (), image_grids=sizes["image_grid"] or (),
-        videos=sizes["video"] or (), video_grids=sizes["video_grid"] or (), max_pixels=sizes["max_pixels"],
-        audio=sizes["audio"] or (), clips=sizes["clips"], phase=_find_phase(values), context=sizes["context"],
-        logits=sizes["logits"], sampling_steps=sizes["sampling_steps"], guidance=sizes["guidance"],
-        parts=sizes["parts"], of_batch=of_batch,
-    )  # fmt: skip
+        batch=sizes["batch"],
+        seq=sizes["seq"],
+        text=sizes["text"],
+        lengths=sizes["lengths"],
+        decoder_seq=sizes["decoder_seq"],
+        images=sizes["image"] or (),
+        image_grids=sizes["image_grid"] or (),
+        videos=sizes["video"] or (),
+        video_grids=sizes["video_grid"] or (),
+        max_pixels=sizes["max_pixels"],
+        audio=sizes["audio"] or (),
+        clips=sizes["clips"],
+        phase=_find_phase(values),
+        context=sizes["context"],
+        logits=sizes["logits"],
+        sampling_steps=sizes["sampling_steps"],
+        guidance=sizes["guidance"],
+        parts=sizes["parts"],
+        of_batch=of_batch,
+    )
     return Work(inputs, None, real, values.get("grad_accum"), values.get("global_batch"))
 
 
@@ -264,9 +290,13 @@ def _make_place(command: Command, values: Mapping[str, Any]) -> Place:
                 raise WorkloadError(f"{spell(name)} takes one number here; plan tries several")
         shared = math.prod(values.get(name, (1,))[0] for name in ("tp", "pp", "cp"))
     return Place(
-        values.get("device"), values.get("gpus"), shared, values.get("peak"), values.get("step_time"),
+        values.get("device"),
+        values.get("gpus"),
+        shared,
+        values.get("peak"),
+        values.get("step_time"),
         values.get("tokens_per_second"),
-    )  # fmt: skip
+    )
 
 
 def from_keywords(command: Command, model: object, keywords: Mapping[str, Any], workload: object = None) -> Setup:

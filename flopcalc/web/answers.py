@@ -209,18 +209,24 @@ def _answer_memory(page: Page) -> Answer:
             other = predict_estimate(estimate, advise=False, **settings)
         assert other.memory is not None
         kept[word] = {
-            "activations": other.memory.activations, "peak": other.memory.peak, "fits": other.fits,
+            "activations": other.memory.activations,
+            "peak": other.memory.peak,
+            "fits": other.fits,
             "largest_batch": find_largest_batch(estimate, **settings),
-        }  # fmt: skip
+        }
     own = kept.get(chosen)
     largest = own["largest_batch"] if own else find_largest_batch(counted.estimate, **settings)
     shown = {**found.to_dict()["memory_bytes"], "largest_batch": largest}
     devices = [
-        {"id": device.id, "name": device.name, "capacity": find_capacity(device),
-         "fits": found.memory.peak <= find_capacity(device)}
+        {
+            "id": device.id,
+            "name": device.name,
+            "capacity": find_capacity(device),
+            "fits": found.memory.peak <= find_capacity(device),
+        }
         for device in load_devices()[0]
         if device.memory_gb is not None
-    ]  # fmt: skip
+    ]
     return {
         "what": "memory",
         "memory": shown,
@@ -256,10 +262,14 @@ def _answer_plan(page: Page, progress: Progress | None) -> Answer:
     shown = found.to_dict()
     front = {point.layout for point in found.find_front()}
     points = [
-        {"step_time_s": point.step_time_s, "memory_bytes": point.memory_bytes, "layout": str(point.layout),
-         "is_front": point.layout in front}
+        {
+            "step_time_s": point.step_time_s,
+            "memory_bytes": point.memory_bytes,
+            "layout": str(point.layout),
+            "is_front": point.layout in front,
+        }
         for point in _thin(found, front)
-    ]  # fmt: skip
+    ]
     return {
         "what": "plan",
         "plan": shown,

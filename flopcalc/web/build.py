@@ -38,13 +38,21 @@ POLICY = (
 MARK = "flopcalc-site.json"  # what says that a folder is a site of ours, and may be written anew
 # Any file server knows .js; .mjs is unknown to some, and a browser runs no module of an unknown type.
 _PYODIDE = {
-    "pyodide.mjs": "pyodide.js", "pyodide.asm.mjs": "pyodide.asm.js", "pyodide.asm.wasm": "pyodide.asm.wasm",
+    "pyodide.mjs": "pyodide.js",
+    "pyodide.asm.mjs": "pyodide.asm.js",
+    "pyodide.asm.wasm": "pyodide.asm.wasm",
     "python_stdlib.zip": "python_stdlib.zip",
-}  # fmt: skip
+}
 _SKIPPED = (
-    "measure", "monitor", "web/static", "web/build.py", "web/compiled.py", "web/packages.py", "web/serve.py",
+    "measure",
+    "monitor",
+    "web/static",
+    "web/build.py",
+    "web/compiled.py",
+    "web/packages.py",
+    "web/serve.py",
     "model_specs",
-)  # fmt: skip
+)
 _SKIPPED_DATA = ("examples", "coverage.toml", "launch_ids.toml", "registries")
 _MOMENT = (1980, 1, 1, 0, 0, 0)  # of every file in the zip: the same input gives the same bytes
 
@@ -141,8 +149,9 @@ def write_python(path: str) -> None:
         if found is None or not found.submodule_search_locations:
             continue
         folder = found.submodule_search_locations[0]
-        entries |= {f"{module}/{name}": os.path.join(folder, name) for name in _list_files(folder)
-                    if name.endswith(".py")}  # fmt: skip
+        entries |= {
+            f"{module}/{name}": os.path.join(folder, name) for name in _list_files(folder) if name.endswith(".py")
+        }
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:  # as unzip.js reads it
         for name, source in sorted(entries.items()):
             info = zipfile.ZipInfo(name, _MOMENT)
@@ -176,22 +185,31 @@ def describe_choices() -> dict[str, Any]:
         "has_yaml": importlib.util.find_spec("yaml") is not None,
         "presets": [
             {
-                "name": preset["name"], "parameters": preset["parameters"], "hub_id": preset["hub_id"],
-                "aliases": preset["aliases"], "type": preset["model_type"], "input": inputs.get(preset["spec"], "text"),
+                "name": preset["name"],
+                "parameters": preset["parameters"],
+                "hub_id": preset["hub_id"],
+                "aliases": preset["aliases"],
+                "type": preset["model_type"],
+                "input": inputs.get(preset["spec"], "text"),
             }
             for preset in catalogue["presets"]
             if inputs.get(preset["spec"]) != "images"  # the form asks for tokens
         ],
         "devices": [
-            {"id": device.id, "name": device.name, "memory_gb": device.memory_gb,
-             "is_timed": device.bandwidth_gb_per_s is not None and bool(device.peak_tflops.keys() & {"bf16", "fp16"})}
+            {
+                "id": device.id,
+                "name": device.name,
+                "memory_gb": device.memory_gb,
+                "is_timed": device.bandwidth_gb_per_s is not None
+                and bool(device.peak_tflops.keys() & {"bf16", "fp16"}),
+            }
             for device in load_devices()[0]
         ],
         "interconnects": [{"id": each.id, "name": each.name} for each in load_interconnects().values()],
         "quoted": list(load_quoted().conventions),
         "formats": sorted({**load_computed()[0], **load_stored()}),
         "form": describe_form({"recompute": RECOMPUTE, "compute": DTYPES}),
-    }  # fmt: skip
+    }
 
 
 def _read(path: str) -> str:

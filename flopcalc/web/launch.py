@@ -46,6 +46,9 @@ def _write(value: object) -> Any:
     if isinstance(value, bool):
         return value
     if isinstance(value, Mapping):  # LoRA
-        return ",".join(f"{key}={'+'.join(each) if isinstance(each, (list, tuple)) else each}"
-                        for key, each in value.items() if each)  # fmt: skip
+        return ",".join(
+            f"{key}={'+'.join(each) if isinstance(each, (list, tuple)) else each}"
+            for key, each in value.items()
+            if each
+        )
     return [str(each) for each in value] if isinstance(value, (list, tuple)) else str(value)

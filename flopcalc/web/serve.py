@@ -19,9 +19,13 @@ class _Handler(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     extensions_map = {  # noqa: RUF012  # the base class has one of its own
         **SimpleHTTPRequestHandler.extensions_map,
-        ".js": "text/javascript", ".wasm": "application/wasm", ".json": "application/json", ".svg": "image/svg+xml",
-        ".css": "text/css", ".zip": "application/zip",
-    }  # fmt: skip
+        ".js": "text/javascript",
+        ".wasm": "application/wasm",
+        ".json": "application/json",
+        ".svg": "image/svg+xml",
+        ".css": "text/css",
+        ".zip": "application/zip",
+    }
 
     def end_headers(self) -> None:
         self.send_header("Content-Security-Policy", f"{POLICY}; frame-ancestors 'none'")

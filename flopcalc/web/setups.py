@@ -28,8 +28,12 @@ _ELSEWHERE = ("spec", "download", "trace", "launch", "dtype", "gradient_checkpoi
 PLAN_RECOMPUTE = "plan_recompute"  # what a plan tries; a step has one
 _SLIDERS = {"batch": (0, 10), "seq": (5, 20), "gpus": (0, 14)}  # powers of two
 _CONTROLS = {
-    "device": "device", "interconnect": "interconnect", "from": "quoted", "weights": "format", "kv_cache": "format",
-}  # fmt: skip
+    "device": "device",
+    "interconnect": "interconnect",
+    "from": "quoted",
+    "weights": "format",
+    "kv_cache": "format",
+}
 _VIEWS: dict[str, Command] = {
     "flops": "estimate", "explain": "explain", "translate": "translate", "time": "predict", "memory": "predict",
     "roofline": "predict", "plan": "plan",

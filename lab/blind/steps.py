@@ -120,30 +120,43 @@ def read_steps() -> list[ModelledCase]:
 # --- predict ----------------------------------------------------------------------------------------------------------
 def predict_step(
     model: Model, step: Step, case: Json, factor: float, probe_s: float, pause_s: float | None = None
-) -> Any:  # fmt: skip
+) -> Any:
     """What `flopcalc predict` says of one step; a small one has the probe's pause behind it."""
     from flopcalc import predict
 
     options: Json = {"routing": find_random(get_config(case["model"]))}
     if model.adapter is not None:
-        options |= {"lora": {"r": model.adapter.rank, "targets": list(model.adapter.targets)},
-                    "autocast": model.adapter.is_autocast}  # fmt: skip
+        options |= {
+            "lora": {"r": model.adapter.rank, "targets": list(model.adapter.targets)},
+            "autocast": model.adapter.is_autocast,
+        }
     images = [grid for _ in range(step.batch) for grid in case["grids"]] or None
     return predict(
-        get_config(case["model"]), device="h200", batch_size=step.batch, seq_len=step.seq, image_grid_thw=images,
-        recompute=step.recompute, advise=False, memory=factor == 1.0, host_factor=factor, transformers=VERSION,
+        get_config(case["model"]),
+        device="h200",
+        batch_size=step.batch,
+        seq_len=step.seq,
+        image_grid_thw=images,
+        recompute=step.recompute,
+        advise=False,
+        memory=factor == 1.0,
+        host_factor=factor,
+        transformers=VERSION,
         pause_s=pause_s if pause_s is not None else factor ** (1 / FOLLOWS) * probe_s if step.is_small else 0.0,
         **options,
-    )  # fmt: skip
+    )
 
 
 def bind_counted(name: str, routing: Any) -> Estimator:
     """A counted step's model under `--convention hardware --device h200`; `routing` is for models with experts."""
     config = ROUND.get_counted_config(name)
     return bind(
-        config, convention="hardware", device="h200", attention_kernel="auto",
+        config,
+        convention="hardware",
+        device="h200",
+        attention_kernel="auto",
         routing=routing if find_random(config) is not None else None,
-    )  # fmt: skip
+    )
 
 
 def count_executed(name: str, routing: object = "even") -> int:
@@ -187,13 +200,16 @@ def write_predictions(out: Path) -> None:
         found = {factor: predict_step(model, step, case, factor, probe_s) for factor in FACTORS}
         usual = found[1.0]
         steps[name_case(case)] = {
-            "kind": model.kind, "is_small": step.is_small,
-            "predicted_s": {str(factor): [round(value, 6) for value in each.step_time_s]
-                            for factor, each in found.items()},
+            "kind": model.kind,
+            "is_small": step.is_small,
+            "predicted_s": {
+                str(factor): [round(value, 6) for value in each.step_time_s] for factor, each in found.items()
+            },
             "bound": {str(factor): each.bound for factor, each in found.items()},
             "memory_bytes": usual.memory.peak if usual.memory else None,
-            "recorded": usual.evidence["operators_recorded"], "host_measured": usual.evidence["host_measured"],
-        }  # fmt: skip
+            "recorded": usual.evidence["operators_recorded"],
+            "host_measured": usual.evidence["host_measured"],
+        }
         print(f"{name_case(case):44} {usual.bound:6} {1e3 * usual.step_time_s.mid:8.2f} ms", flush=True)
     kept = {
         "commit": find_commit(), "date": _tell_date(), "transformers": VERSION, "probe_s": probe_s, "steps": steps,
@@ -257,9 +273,10 @@ class Kept:
         self.path = path
         command = "python -m lab.blind.steps measure"
         self.data: Json = {
-            "provenance": {**describe_machine(device), "command": command, "date": _tell_date()}, "cases": [],
+            "provenance": {**describe_machine(device), "command": command, "date": _tell_date()},
+            "cases": [],
             "failures": [],
-        }  # fmt: skip
+        }
         if path.exists():
             self.data = {**json.loads(path.read_text()), "failures": []}
         self.done = {
@@ -344,8 +361,12 @@ def measure_host(out: Path, limits: Limits) -> None:
     start = time.monotonic()
     asked = [sys.executable, "-m", "flopcalc", "calibrate", "--host", "--out", str(out / "host")]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=90, check=False)
-    said = {"command": "flopcalc calibrate --host --out host", "exit_code": done.returncode,
-            "seconds": round(time.monotonic() - start, 1), "output": (done.stdout + done.stderr)[-600:]}  # fmt: skip
+    said = {
+        "command": "flopcalc calibrate --host --out host",
+        "exit_code": done.returncode,
+        "seconds": round(time.monotonic() - start, 1),
+        "output": (done.stdout + done.stderr)[-600:],
+    }
     (out / "blind_host.json").write_text(json.dumps(said, indent=1) + "\n")
     print(said, flush=True)
 
@@ -442,9 +463,12 @@ def measure_pieces(out: Path, limits: Limits) -> None:
 
 
 _MEASURED: dict[str, Callable[[Path, Limits], None]] = {
-    "steps": measure_steps, "host": measure_host, "decode": measure_decode, "executed": measure_executed,
+    "steps": measure_steps,
+    "host": measure_host,
+    "decode": measure_decode,
+    "executed": measure_executed,
     "pieces": measure_pieces,
-}  # fmt: skip
+}
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -468,10 +492,17 @@ def compare(case: Json, said: Json, probe_s: float, follows: float = 1.0) -> Jso
     plain_low, plain, plain_high = said["predicted_s"]["1.0"]
     near = min(said["bound"], key=lambda each: abs(float(each) - factor))
     return {
-        "name": case["name"], "kind": case["kind"], "bound": said["bound"][near], "host_factor": factor,
-        "measured_s": seconds, "predicted_s": mid, "error": mid / seconds - 1, "is_inside": low <= seconds <= high,
-        "plain_error": plain / seconds - 1, "is_plain_inside": plain_low <= seconds <= plain_high,
-    }  # fmt: skip
+        "name": case["name"],
+        "kind": case["kind"],
+        "bound": said["bound"][near],
+        "host_factor": factor,
+        "measured_s": seconds,
+        "predicted_s": mid,
+        "error": mid / seconds - 1,
+        "is_inside": low <= seconds <= high,
+        "plain_error": plain / seconds - 1,
+        "is_plain_inside": plain_low <= seconds <= plain_high,
+    }
 
 
 def list_rows(measured: Path, predicted: Path) -> list[Json]:
@@ -541,11 +572,18 @@ def report(measured: Path, predicted: Path) -> str:
     ]
     head = ["kind", "bound by", "steps", "median / worst / inside", "without the host's factor"]
     lines = [
-        [row["name"], row["bound"], f"{row['host_factor']:.2f}", f"{1e3 * row['measured_s']:.2f}",
-         f"{1e3 * row['predicted_s']:.2f}", f"{100 * row['error']:+.1f} %", "yes" if row["is_inside"] else "no",
-         f"{100 * row['plain_error']:+.1f} %"]
+        [
+            row["name"],
+            row["bound"],
+            f"{row['host_factor']:.2f}",
+            f"{1e3 * row['measured_s']:.2f}",
+            f"{1e3 * row['predicted_s']:.2f}",
+            f"{100 * row['error']:+.1f} %",
+            "yes" if row["is_inside"] else "no",
+            f"{100 * row['plain_error']:+.1f} %",
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     names = ["step", "bound", "host factor", "measured ms", "predicted ms", "error", "inside", "without factor"]
     return format_grid(head, sums, "github") + "\n\n" + format_grid(names, lines, "github")
 
@@ -560,8 +598,12 @@ def report_executed(measured: Path, predicted: Path) -> str:
     lines = []
     for case in cases:
         counted, executed = said["executed_flops"][case["name"]], case["executed_flops"]
-        line = [case["name"], f"{executed / 1e12:.3f} T", f"{counted / 1e12:.3f} T",
-                f"{100 * (counted / executed - 1):+.2f} %"]  # fmt: skip
+        line = [
+            case["name"],
+            f"{executed / 1e12:.3f} T",
+            f"{counted / 1e12:.3f} T",
+            f"{100 * (counted / executed - 1):+.2f} %",
+        ]
         if has_rows:
             draw, rows = said.get("draw", {}).get(case["name"]), case["rows_per_expert"]
             if rows:

@@ -41,7 +41,7 @@ _FLAGS = {
 
 def resize(
     config: Json, widths: int, heads: int, inner: int, words: int, keys: int = 0, *, is_all: bool = False
-) -> Json:  # fmt: skip
+) -> Json:
     """The same model with other sizes: widths and heads times so much, and so on; heads of keys as heads, or `keys`.
 
     With `is_all` also ranks, and how many experts a token has: else these would look like plain numbers.

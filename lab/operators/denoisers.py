@@ -43,9 +43,12 @@ CHECKED = Sample(4, 13, (1, 8, 10))
 
 def _size(heads: int, dim: int, text: int, pooled: int, channels: int) -> Json:
     return {
-        "num_attention_heads": heads, "attention_head_dim": dim, "joint_attention_dim": text,
-        "pooled_projection_dim": pooled, "in_channels": channels,
-    }  # fmt: skip
+        "num_attention_heads": heads,
+        "attention_head_dim": dim,
+        "joint_attention_dim": text,
+        "pooled_projection_dim": pooled,
+        "in_channels": channels,
+    }
 
 
 def _make_flux(axes: list[int], guided: bool, *sizes: int) -> Json:
@@ -58,25 +61,30 @@ def _make_sd3(norm: str | None, dual: int, *sizes: int) -> Json:
         "num_layers": 6, "sample_size": 16, "pos_embed_max_size": 12, "qk_norm": norm,
         "dual_attention_layers": list(range(dual)), "out_channels": sizes[-1], **_size(*sizes),
     }  # fmt: skip
-    return {
-        "_class_name": "SD3Transformer2DModel", **config, "caption_projection_dim": sizes[0] * sizes[1]
-    }  # fmt: skip
+    return {"_class_name": "SD3Transformer2DModel", **config, "caption_projection_dim": sizes[0] * sizes[1]}
 
 
 # The axes of a head stand to each other as in published models.
-_FLUX_SIZES = (([4, 14, 14], 2, 32, 10, 9, 8), ([8, 28, 28], 3, 64, 14, 15, 20), ([12, 42, 42], 2, 96, 22, 21, 28),
-               ([16, 56, 56], 2, 128, 26, 33, 44))  # fmt: skip
+_FLUX_SIZES = (
+    ([4, 14, 14], 2, 32, 10, 9, 8),
+    ([8, 28, 28], 3, 64, 14, 15, 20),
+    ([12, 42, 42], 2, 96, 22, 21, 28),
+    ([16, 56, 56], 2, 128, 26, 33, 44),
+)
 _SD3_SIZES = ((2, 12, 10, 9, 4), (3, 16, 14, 15, 5), (5, 20, 22, 21, 7), (4, 28, 26, 33, 3))
 DENOISERS = {
     "FluxTransformer2DModel": Denoiser(
-        "x_embedder", tuple(tuple(_make_flux(size[0], guided, *size[1:]) for size in _FLUX_SIZES)
-                            for guided in (True, False))
+        "x_embedder",
+        tuple(tuple(_make_flux(size[0], guided, *size[1:]) for size in _FLUX_SIZES) for guided in (True, False)),
     ),
     "SD3Transformer2DModel": Denoiser(
-        "pos_embed", tuple(tuple(_make_sd3(norm, dual, *size) for size in _SD3_SIZES)
-                           for norm, dual in ((None, 0), ("rms_norm", 0), ("rms_norm", 3)))
+        "pos_embed",
+        tuple(
+            tuple(_make_sd3(norm, dual, *size) for size in _SD3_SIZES)
+            for norm, dual in ((None, 0), ("rms_norm", 0), ("rms_norm", 3))
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def make_load(sample: Sample, phase: str) -> Workload:

@@ -210,9 +210,10 @@ def _lies_across(tensor: torch.Tensor, out: torch.Tensor) -> bool:
 def _find_inner(tensor: torch.Tensor) -> int:
     """The dimension whose entries lie next to each other."""
     strides = [
-        (stride, -i) for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        (stride, -i)
+        for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
         if size > 1 and stride
-    ]  # fmt: skip
+    ]
     return -min(strides)[1] if strides else 0
 
 
@@ -338,9 +339,10 @@ class _Attend(torch.autograd.Function):
         given = ctx.saved_tensors[:3]
         out = [
             each.new_zeros(each.shape[0], each.shape[2], each.shape[1], each.shape[3]).transpose(1, 2)
-            if wanted else None
+            if wanted
+            else None
             for each, wanted in zip(given, ctx.needs_input_grad[2:], strict=True)
-        ]  # fmt: skip
+        ]
         tracing.is_quiet = False
         return None, None, *out
 

@@ -28,9 +28,12 @@ class Fitter:
     """Finds coefficient x feature x sizes for numbers that were seen in several runs."""
 
     def __init__(
-        self, features: list[Mapping[str, int]], sizes: list[Mapping[str, int]], part: int = 1,
+        self,
+        features: list[Mapping[str, int]],
+        sizes: list[Mapping[str, int]],
+        part: int = 1,
         base: str = "tokens*width",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.base = base  # what a number that no expression gives is in proportion to
         self.coefficients = list_coefficients(part)
         names = [name for name in sizes[0] if all(name in other for other in sizes)]

@@ -154,9 +154,13 @@ def pack(
         for key, stages in sorted(parts.items())
     }
     tables = {
-        "signatures": map(json.dumps, signatures), "rows": rows, "blocks": map(json.dumps, numbered),
-        "layouts": layouts, "kept_rows": kept_rows, "kept": map(json.dumps, kept_numbers),
-    }  # fmt: skip
+        "signatures": map(json.dumps, signatures),
+        "rows": rows,
+        "blocks": map(json.dumps, numbered),
+        "layouts": layouts,
+        "kept_rows": kept_rows,
+        "kept": map(json.dumps, kept_numbers),
+    }
     lines = [f'"versions": {json.dumps(versions)}', f'"usual": {json.dumps(usual)}']
     for name, texts in tables.items():
         inside = ",\n".join(texts)

@@ -79,9 +79,12 @@ def build(model_type: str, text: str, attention: str) -> tuple[Any, Estimator]:
 def make_load(workload: Json, phase: str) -> Workload:
     grids = [grid for _ in range(workload["batch"]) for grid in workload.get("images", [])]
     return make_workload(
-        workload["batch"], workload["seq"], image_grid_thw=grids or None, context=workload.get("context"),
+        workload["batch"],
+        workload["seq"],
+        image_grid_thw=grids or None,
+        context=workload.get("context"),
         phase=check_word("train" if phase == "flow" else phase, STEP_PHASES, "phase"),
-    )  # fmt: skip
+    )
 
 
 def trace(model: Any, example: Example, estimator: Estimator, phase: str, workload: Json) -> Trace:

@@ -94,7 +94,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def run_experts(
     experts: nn.ModuleList, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """What each row's chosen experts make of it, weighted and added up, expert by expert."""
     out = torch.zeros_like(rows)
     for number, expert in enumerate(experts):
@@ -256,9 +256,11 @@ def list_frames(grids: torch.Tensor) -> list[int]:
 
 
 SIGLIP = Names(
-    ("layer_norm1", "layer_norm2"), ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn",
+    ("layer_norm1", "layer_norm2"),
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn",
     "self_attn.out_proj",
-)  # fmt: skip
+)
 
 
 class SiglipGrid(nn.Module):
@@ -304,7 +306,7 @@ class Chat(Sees, RemoteModel):
 
     def forward(
         self, input_ids: torch.Tensor, attention_mask: Any = None, inputs_embeds: Any = None, **inputs: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         own = {key: inputs.pop(key) for key in (*_TEXT, "labels", "logits_to_keep") if key in inputs}
         own |= self.embed(input_ids, inputs, inputs_embeds)
         return self.get_submodule(self.language_at)(attention_mask=attention_mask, **own)
@@ -323,9 +325,14 @@ class SplitChat(Sees, RemoteModel):
         return self.lm_head
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: Any = None, inputs_embeds: Any = None, labels: Any = None,
-        logits_to_keep: int = 0, **inputs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: Any = None,
+        inputs_embeds: Any = None,
+        labels: Any = None,
+        logits_to_keep: int = 0,
+        **inputs: Any,
+    ) -> Any:
         own = {key: inputs.pop(key) for key in _TEXT if key in inputs}
         body = self.get_submodule(self.language_at)
         out = body(attention_mask=attention_mask, **own, **self.embed(input_ids, inputs, inputs_embeds))

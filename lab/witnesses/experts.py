@@ -66,9 +66,11 @@ class EvaClip(nn.Module):
         tower, d, ff = config.vision_config, config.hidden_size, config.intermediate_size
         width, patch = tower.hidden_size, tower.patch_size
         names = Names(
-            ("input_layernorm", "post_attention_layernorm"), ("attention.query_key_value",), "attention",
+            ("input_layernorm", "post_attention_layernorm"),
+            ("attention.query_key_value",),
+            "attention",
             "attention.dense",
-        )  # fmt: skip
+        )
         self.patch_embedding = nn.Module()
         self.patch_embedding.proj = nn.Conv2d(tower.in_channels, width, patch, patch)
         self.patch_embedding.cls_embedding = nn.Parameter(torch.ones(1, width))
@@ -138,9 +140,14 @@ class CogVideoLayer(TextLayer):
         if d % heads:
             raise ValueError(f"hidden_size {d} is no multiple of num_attention_heads {heads}")
         self.self_attn = Attention(
-            d, heads, config.num_multi_query_heads, d // heads, layer,
-            fused="language_expert_query_key_value", out="language_expert_dense",
-        )  # fmt: skip
+            d,
+            heads,
+            config.num_multi_query_heads,
+            d // heads,
+            layer,
+            fused="language_expert_query_key_value",
+            out="language_expert_dense",
+        )
         self.mlp = nn.Module()
         self.mlp.language_mlp = GatedMlp(d, config.intermediate_size)
 

@@ -229,8 +229,10 @@ class Ovis2_5(Chat):
 def list_windows(grids: torch.Tensor, tower: Any) -> list[int]:
     """Patches of each window of window_size pixels, those at the edges cut off."""
     side = tower.window_size // tower.patch_size
-    cut = [(t, [min(side, h - y) for y in range(0, h, side)], [min(side, w - x) for x in range(0, w, side)])
-           for t, h, w in grids.tolist()]  # fmt: skip
+    cut = [
+        (t, [min(side, h - y) for y in range(0, h, side)], [min(side, w - x) for x in range(0, w, side)])
+        for t, h, w in grids.tolist()
+    ]
     return [high * wide for t, rows, columns in cut for _ in range(t) for high in rows for wide in columns]
 
 

@@ -59,9 +59,15 @@ class KimiDelta(nn.Module):
         decay = -self.A_log.exp()[:, None] * nn.functional.softplus(decay)
         rule = recurrent_kimi_delta_attention if one else chunk_kimi_delta_attention
         made, state = rule(
-            q, k, v, g=decay, beta=self.b_proj(x).sigmoid(), initial_state=state, output_final_state=cache is not None,
+            q,
+            k,
+            v,
+            g=decay,
+            beta=self.b_proj(x).sigmoid(),
+            initial_state=state,
+            output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+        )
         if cache is not None:
             cache.update_recurrent_state(state, self.layer)
         gate = self.g_proj(x) if self.full else self.g_b_proj(self.g_a_proj(x))

@@ -31,9 +31,10 @@ class BlockSparse:
             for first in range(past // self.block, -(-k.shape[2] // self.block)):
                 rows = slice(max(first * self.block - past, 0), (first + 1) * self.block - past)
                 seen = [
-                    each for each in range(first + 1)
+                    each
+                    for each in range(first + 1)
                     if first - each < self.local or (each + head * self.step + 1) % self.stride == 0
-                ]  # fmt: skip
+                ]
                 keys, values = (
                     torch.cat([x[:, head, each * self.block : (each + 1) * self.block] for each in seen], 1)
                     for x in (k, v)

@@ -129,9 +129,14 @@ class Qwen3TTSForConditionalGeneration(Witness, PreTrainedModel, GenerationMixin
         return torch.stack([head(x[:, i]) for i, head in enumerate(predictor.lm_head, 1)], 1)
 
     def forward(
-        self, input_ids: torch.Tensor, codec_ids: torch.Tensor, codec_mask: torch.Tensor, attention_mask: Any = None,
-        speaker_embedding: Any = None, labels: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        codec_ids: torch.Tensor,
+        codec_mask: torch.Tensor,
+        attention_mask: Any = None,
+        speaker_embedding: Any = None,
+        labels: Any = None,
+    ) -> Any:
         talker = self.talker
         project, first = talker.text_projection, codec_ids[..., 0]
         x = project.linear_fc2(project.act_fn(project.linear_fc1(talker.model.text_embedding(input_ids))))

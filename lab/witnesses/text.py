@@ -151,9 +151,15 @@ class TextModel(Witness, PreTrainedModel, GenerationMixin):
         return logits
 
     def forward(
-        self, input_ids: Any = None, inputs_embeds: Any = None, past_key_values: Any = None,
-        use_cache: bool | None = None, labels: Any = None, logits_to_keep: int = 0, **_: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: Any = None,
+        inputs_embeds: Any = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        labels: Any = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> Any:
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self.make_cache() if use_cache and past_key_values is None else past_key_values
         logits = self.score(self.run(embeds, cache)[:, -logits_to_keep:])
@@ -387,9 +393,15 @@ class OpenELMAttention(Attention):
     def __init__(self, config: Any, layer: int) -> None:
         heads, kv_heads = config.num_query_heads[layer], config.num_kv_heads[layer]
         super().__init__(
-            config.model_dim, heads, kv_heads, config.head_dim, layer, "qkv_proj", config.normalize_qk_projections,
+            config.model_dim,
+            heads,
+            kv_heads,
+            config.head_dim,
+            layer,
+            "qkv_proj",
+            config.normalize_qk_projections,
             out="out_proj",
-        )  # fmt: skip
+        )
 
 
 class OpenELMLayer(GradientCheckpointingLayer):

@@ -45,8 +45,9 @@ class StepVLForConditionalGeneration(SplitChat):
     language_at = "model"
 
     def build(self, config: Any) -> None:
-        tower = Step3p7VisionConfig(**{key: value for key, value in config.vision_config.to_dict().items()
-                                       if key != "model_type"})  # fmt: skip
+        tower = Step3p7VisionConfig(
+            **{key: value for key, value in config.vision_config.to_dict().items() if key != "model_type"}
+        )
         tower._attn_implementation = config._attn_implementation
         self.vision_model = Step3p7VisionModel(tower)
         wide, d = 4 * tower.hidden_size, config.text_config.hidden_size
@@ -151,9 +152,13 @@ class MolmoVision(nn.Module):
         vit.patch_embedding = nn.Linear(3 * config.image_patch_size**2, width, bias=False)
         vit.pre_ln = nn.LayerNorm(width)
         names = Names(
-            ("attention_norm", "ffn_norm"), ("attention.wq", "attention.wk", "attention.wv"), "attention",
-            "attention.wo", ("feed_forward.w1",), "feed_forward.w2",
-        )  # fmt: skip
+            ("attention_norm", "ffn_norm"),
+            ("attention.wq", "attention.wk", "attention.wv"),
+            "attention",
+            "attention.wo",
+            ("feed_forward.w1",),
+            "feed_forward.w2",
+        )
         vit.transformer = nn.Module()
         vit.transformer.resblocks = nn.ModuleList(
             Block(names, width, config.image_mlp_dim, config.image_num_heads) for _ in range(config.image_num_layers)
@@ -418,7 +423,7 @@ class Phi4ForCausalLMV(Flat, Phi3ForCausalLM):
 
     def see(
         self, pixel_values: torch.Tensor, spatial_shapes: torch.Tensor, pixel_attention_mask: torch.Tensor
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         tower = self.model.vision_tower.vision_tower
         out = tower(pixel_values, pixel_attention_mask, spatial_shapes, output_hidden_states=True)
         return self.model.mm_projector(out.hidden_states[-2][pixel_attention_mask.bool()])

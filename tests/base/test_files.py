@@ -180,13 +180,30 @@ def test_written_pipes_and_links_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("a: 0o17", 15), ("a: 017", 17), ("a: 0x1F", 31), ("a: -3", -3), ("a: 1e-5", 1e-5), ("a: .5", 0.5),
-        ("a: 12:30:45.5", "12:30:45.5"), ("a: 190:20:30", "190:20:30"), ("a: 2001-12-14", "2001-12-14"),
-        ("a: 1_000", "1_000"), ("a: 0b11", "0b11"), ("a: -.inf", -math.inf), ("a: ~", None), ("a:", None),
-        ("a: true", True), ("a: yes", True), ("a: OFF", False), ("a: y", "y"), ("a: '017'", "017"), ("a: =", "="),
-        ("x: &x {b: 1}\na: {<<: *x, c: 2}", {"b": 1, "c": 2}), ("a: [1, {b: 2}]", [1, {"b": 2}]),
+        ("a: 0o17", 15),
+        ("a: 017", 17),
+        ("a: 0x1F", 31),
+        ("a: -3", -3),
+        ("a: 1e-5", 1e-5),
+        ("a: .5", 0.5),
+        ("a: 12:30:45.5", "12:30:45.5"),
+        ("a: 190:20:30", "190:20:30"),
+        ("a: 2001-12-14", "2001-12-14"),
+        ("a: 1_000", "1_000"),
+        ("a: 0b11", "0b11"),
+        ("a: -.inf", -math.inf),
+        ("a: ~", None),
+        ("a:", None),
+        ("a: true", True),
+        ("a: yes", True),
+        ("a: OFF", False),
+        ("a: y", "y"),
+        ("a: '017'", "017"),
+        ("a: =", "="),
+        ("x: &x {b: 1}\na: {<<: *x, c: 2}", {"b": 1, "c": 2}),
+        ("a: [1, {b: 2}]", [1, {"b": 2}]),
     ],
-)  # fmt: skip
+)
 def test_yaml_scalars_are_those_of_1_2(text: str, value: object) -> None:
     found = parse_yaml(text)["a"]
     assert (found, type(found)) == (value, type(value))

@@ -47,10 +47,21 @@ class Cells(HTMLParser):
 def test_reprs_are_short(prediction: Prediction, found: Plan) -> None:
     estimate = estimate_flops(TEXT, seq_len=128)
     shown: list[Any] = [
-        estimate, estimate * 3, estimate.by_module(), estimate.breakdown("kind"), estimate.table("module"), prediction,
-        prediction.memory, prediction.rows("module"), found, found.points, found.find_front(), found.rows(),
-        *found.best, *found.losers,
-    ]  # fmt: skip
+        estimate,
+        estimate * 3,
+        estimate.by_module(),
+        estimate.breakdown("kind"),
+        estimate.table("module"),
+        prediction,
+        prediction.memory,
+        prediction.rows("module"),
+        found,
+        found.points,
+        found.find_front(),
+        found.rows(),
+        *found.best,
+        *found.losers,
+    ]
     for value in shown:
         assert 10 < len(repr(value)) < 300
         assert "\n" not in repr(value)
@@ -94,10 +105,13 @@ def test_rows_are_named(prediction: Prediction, found: Plan) -> None:
 def test_notebooks_show_tables(prediction: Prediction, found: Plan) -> None:
     estimate = estimate_flops(TEXT, seq_len=128)
     values: list[tuple[Any, int]] = [
-        (estimate, len(estimate.table().rows)), (estimate.by_module(), len(estimate.by_module())),
-        (estimate.breakdown("kind"), len(estimate.breakdown("kind").rows)), (prediction, len(prediction.breakdown)),
-        (found, len(found.best)), (found.points, min(100, len(found.points))),
-    ]  # fmt: skip
+        (estimate, len(estimate.table().rows)),
+        (estimate.by_module(), len(estimate.by_module())),
+        (estimate.breakdown("kind"), len(estimate.breakdown("kind").rows)),
+        (prediction, len(prediction.breakdown)),
+        (found, len(found.best)),
+        (found.points, min(100, len(found.points))),
+    ]
     for value, count in values:
         assert len(Cells(value._repr_html_()).rows) == count + 1
     rows = Cells(estimate.by_module()._repr_html_()).rows

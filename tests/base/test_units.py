@@ -52,10 +52,15 @@ def test_format_flops(value: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 << 19, "1.50 MiB"), (3 << 30, "3.00 GiB"),
-        (5 << 40, "5.00 TiB"), (5 << 50, "5120.00 TiB"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (3 << 19, "1.50 MiB"),
+        (3 << 30, "3.00 GiB"),
+        (5 << 40, "5.00 TiB"),
+        (5 << 50, "5120.00 TiB"),
     ],
-)  # fmt: skip
+)
 def test_format_bytes(value: int, text: str) -> None:
     assert format_bytes(value) == text
 
@@ -127,10 +132,16 @@ def test_parse_size_refuses(text: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "text", "value"),
     [
-        ("seq", "4k", 4096), ("seq", "4K", 4096), ("text", "1.5k", 1536), ("context", "2M", 2 << 20),
-        ("decoder_seq", "1k", 1024), ("gpus", "16k", 16384), ("global_batch", "1 k", 1024), ("seq", "0.5k", 512),
+        ("seq", "4k", 4096),
+        ("seq", "4K", 4096),
+        ("text", "1.5k", 1536),
+        ("context", "2M", 2 << 20),
+        ("decoder_seq", "1k", 1024),
+        ("gpus", "16k", 16384),
+        ("global_batch", "1 k", 1024),
+        ("seq", "0.5k", 512),
     ],
-)  # fmt: skip
+)
 def test_binary_suffixes(flag: str, text: str, value: int) -> None:
     assert parse_size(text, flag) == value
     with use_spelling(spell_option):
@@ -140,15 +151,25 @@ def test_binary_suffixes(flag: str, text: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("flag", "text", "value", "shown"),
     [
-        ("peak", "1e15", 1e15, None), ("peak", "989.4T", 989.4e12, "989,400,000,000,000"),
-        ("tflops", "400", 400.0, None), ("tokens_per_second", "12.5k", 12500.0, "12,500"),
-        ("price", "2.5", 2.5, None), ("price", "$2.50", 2.5, None), ("price", "2.50$", 2.5, "2.5 USD"),
-        ("step_time", "0.5", 0.5, None), ("step_time", "500ms", 0.5, "0.5 s"),
-        ("step_time", "250us", 250e-6, "0.00025 s"), ("step_time", "2 min", 120.0, "120 s"),
-        ("step_time", "1h", 3600.0, "3,600 s"), ("audio", "30s", 30.0, "30 s"), ("mfu", "40%", 0.4, "0.4"),
-        ("mfu", "0.4", 0.4, None), ("host_factor", "1.5", 1.5, None), ("peak", ".5B", 5e8, "500,000,000"),
+        ("peak", "1e15", 1e15, None),
+        ("peak", "989.4T", 989.4e12, "989,400,000,000,000"),
+        ("tflops", "400", 400.0, None),
+        ("tokens_per_second", "12.5k", 12500.0, "12,500"),
+        ("price", "2.5", 2.5, None),
+        ("price", "$2.50", 2.5, None),
+        ("price", "2.50$", 2.5, "2.5 USD"),
+        ("step_time", "0.5", 0.5, None),
+        ("step_time", "500ms", 0.5, "0.5 s"),
+        ("step_time", "250us", 250e-6, "0.00025 s"),
+        ("step_time", "2 min", 120.0, "120 s"),
+        ("step_time", "1h", 3600.0, "3,600 s"),
+        ("audio", "30s", 30.0, "30 s"),
+        ("mfu", "40%", 0.4, "0.4"),
+        ("mfu", "0.4", 0.4, None),
+        ("host_factor", "1.5", 1.5, None),
+        ("peak", ".5B", 5e8, "500,000,000"),
     ],
-)  # fmt: skip
+)
 def test_parse_number(flag: str, text: str, value: float, shown: str | None) -> None:
     assert parse_number(text, flag) == value
     with use_spelling(spell_option):
@@ -159,11 +180,22 @@ def test_parse_number(flag: str, text: str, value: float, shown: str | None) -> 
 @pytest.mark.parametrize(
     ("flag", "text"),
     [
-        ("peak", "0"), ("peak", "-1"), ("peak", "nan"), ("peak", "inf"), ("peak", ""), ("peak", "1Q"),
-        ("peak", "1e999"), ("step_time", "5k"), ("step_time", "-5ms"), ("host_factor", "5k"), ("mfu", "40T"),
-        ("price", "9" * 50), ("peak", "1,5"), ("step_time", "ms"),
+        ("peak", "0"),
+        ("peak", "-1"),
+        ("peak", "nan"),
+        ("peak", "inf"),
+        ("peak", ""),
+        ("peak", "1Q"),
+        ("peak", "1e999"),
+        ("step_time", "5k"),
+        ("step_time", "-5ms"),
+        ("host_factor", "5k"),
+        ("mfu", "40T"),
+        ("price", "9" * 50),
+        ("peak", "1,5"),
+        ("step_time", "ms"),
     ],
-)  # fmt: skip
+)
 def test_parse_number_refuses(flag: str, text: str) -> None:
     with pytest.raises(FlopcalcError, match=flag) as caught:
         parse_number(text, flag)

@@ -144,7 +144,12 @@ def test_own_presets_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.families == shipped.families
     assert found.presets == [
         {
-            "name": "mine", "model_type": "gpt2", "parameters": 8 * (10 + 4) + 12 * 8 * 8 + 13 * 8 + 2 * 8,
-            "hub_id": "me/mine", "source": "my own", "spec": "gpt2", "aliases": [],
+            "name": "mine",
+            "model_type": "gpt2",
+            "parameters": 8 * (10 + 4) + 12 * 8 * 8 + 13 * 8 + 2 * 8,
+            "hub_id": "me/mine",
+            "source": "my own",
+            "spec": "gpt2",
+            "aliases": [],
         }
-    ]  # fmt: skip
+    ]

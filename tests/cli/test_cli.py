@@ -169,7 +169,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "extra"], "two models are given, 'extra' and --model 'gpt2'"),
     (["gpt2", "--seq", "5", "extra"], "unexpected extra argument"),
     (["--model", "gpt2", "--seq", "5", "--spec", "/no/such.toml"], "cannot be read: No such file"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD)
@@ -259,8 +259,11 @@ def test_bad_spec_file(capsys: Capture, tmp_path: Path, text: str, words: str) -
 def run_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "flopcalc", *arguments],
-        capture_output=True, text=True, env={**os.environ, **environment}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,9 +321,17 @@ WORKLOAD = {
     "batch", "seq", "lengths", "layout", "tokens", "images", "patches", "visual_tokens", "phase", "context", "logits",
 }  # fmt: skip
 COMPONENTS = {
-    "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
+    "vision",
+    "audio",
+    "projector",
+    "attention_projections",
+    "attention_scores",
+    "mlp",
+    "router",
+    "ssm",
+    "lm_head",
     "other",
-}  # fmt: skip
+}
 SHOWN: list[list[str]] = [
     ["--model", "llama-3.1-8b", "--seq", "2048"],
     ["--model", "qwen2-vl", "--seq", "4096", "--image", "1024x768", "--batch", "2"],
@@ -374,9 +385,7 @@ def test_json_contract(capsys: Capture, arguments: list[str], convention: str) -
     assert set(shown["parameters"]) == {"total", "active", "trainable"}
     assert sum(row["parameters"] for row in shown["modules"]) == shown["parameters"]["total"]
     for share in (shown["mfu"], shown["hfu"]):
-        assert share is None or set(share) == {
-            "value", "peak_flops_per_s", "device", "dtype", "peaks", "of_bf16_peak",
-        }  # fmt: skip
+        assert share is None or set(share) == {"value", "peak_flops_per_s", "device", "dtype", "peaks", "of_bf16_peak"}
     products = shown["formats"]["products"]
     assert sum(row["forward"] + row["backward"] for row in products) == flops["total"]
     assert sum(row["parameters"] for row in shown["formats"]["weights"]) == shown["parameters"]["total"]
@@ -524,9 +533,12 @@ def test_recipe_is_shown(capsys: Capture) -> None:
         "--recompute", "full",
     )  # fmt: skip
     assert shown["recipe"] == {
-        "freeze": ["model.layers.0"], "train_only": [], "recompute": "full", "clipping": "none",
+        "freeze": ["model.layers.0"],
+        "train_only": [],
+        "recompute": "full",
+        "clipping": "none",
         "lora": {"r": 4, "targets": ["q_proj", "v_proj"], "save": []},
-    }  # fmt: skip
+    }
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -538,9 +550,13 @@ def test_mfu_and_hfu(capsys: Capture) -> None:
     peak = 989.4e12
     value = shown["totals"]["model"] / (0.5 * peak * 2)
     assert shown["mfu"] == {
-        "value": value, "peak_flops_per_s": peak, "device": "NVIDIA H200", "dtype": "bf16", "of_bf16_peak": value,
+        "value": value,
+        "peak_flops_per_s": peak,
+        "device": "NVIDIA H200",
+        "dtype": "bf16",
+        "of_bf16_peak": value,
         "peaks": [{"format": "bf16", "flops": shown["totals"]["model"], "peak_flops_per_s": peak}],
-    }  # fmt: skip
+    }
     assert shown["hfu"]["value"] == shown["totals"]["hardware"] / (0.5 * peak * 2)
     full = run_json(
         capsys, "estimate", "--model", "llama-3.1-8b", "--seq", "2048", "--convention", "full", "--peak", "1e15",
@@ -553,8 +569,18 @@ def test_one_name_for_one_thing(capsys: Capture) -> None:
     """The model may stand first; --gpus and --num-devices, --gradient-checkpointing and --recompute full are one."""
     old = ("--model", "llama-3.2-1b", "--seq", "4096", "--device", "h200", "--num-devices", "1024", "--recompute",
            "full", "--step-time", "0.5")  # fmt: skip
-    new = ("llama-3.2-1b", "--gpus", "1k", "--gradient-checkpointing", "--step-time", "500ms", "--seq", "4k",
-           "--device", "h200")  # fmt: skip
+    new = (
+        "llama-3.2-1b",
+        "--gpus",
+        "1k",
+        "--gradient-checkpointing",
+        "--step-time",
+        "500ms",
+        "--seq",
+        "4k",
+        "--device",
+        "h200",
+    )
     before, after = (run_json(capsys, "estimate", *arguments) for arguments in (old, new))
     notes = after.pop("notes")
     assert after == {key: value for key, value in before.items() if key != "notes"}
@@ -622,9 +648,7 @@ def test_mfu_above_one(capsys: Capture) -> None:
 
 
 def test_unknown_detected_device(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (
-        "flopcalc.hardware.devices", "flopcalc.core.estimate.utilization", "flopcalc.setup.counting",
-    ):  # fmt: skip
+    for module in ("flopcalc.hardware.devices", "flopcalc.core.estimate.utilization", "flopcalc.setup.counting"):
         monkeypatch.setattr(f"{module}.detect_device", lambda: "NVIDIA X-9000")
     shown = run_json(capsys, *TINY, "--seq", "64", "--device", "auto", "--step-time", "1")
     assert shown["mfu"] is None

@@ -64,8 +64,12 @@ def test_json() -> None:
     assert 0 < entry["mfu"] < 1
     assert entry["usd"]["mid"] == pytest.approx(entry["gpu_hours"]["mid"] * found["price"]["usd_per_gpu_hour"])
     assert {loser["reason"] for loser in found["losers"]} <= {
-        "memory", "bubble", "communication", "recompute", "compute",
-    }  # fmt: skip
+        "memory",
+        "bubble",
+        "communication",
+        "recompute",
+        "compute",
+    }
 
 
 def test_images_and_lora_are_counted() -> None:

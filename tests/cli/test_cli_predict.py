@@ -59,9 +59,7 @@ def test_activations_with_and_without_recomputation(
     recipe = {"lora": {"r": 8, "targets": [lora]}} if lora else {}
     load = make_workload(4, 2048)
     words = ("none", "full", recompute)
-    kept = {
-        word: predict_memory(bind("llama-3.2-1b", recipe={**recipe, "recompute": word}), load) for word in words
-    }  # fmt: skip
+    kept = {word: predict_memory(bind("llama-3.2-1b", recipe={**recipe, "recompute": word}), load) for word in words}
     asked = [*LLAMA, *options, "--recompute", recompute, "--memory"]
     _, out, _ = run(capsys, *asked, "--json")
     shown = json.loads(out)["memory_bytes"]

@@ -52,9 +52,11 @@ def test_run_and_run_again(capsys: Capture) -> None:
     assert "DPGhostClippingTrainer         1 of 1      100 %       3.00 MiB       3.00 MiB      3.00" in out
     assert err.startswith("tiny: 234,816 parameters\n")
     assert sorted(path.name for path in Path("logs").glob("*.log")) == [
-        "DPFastGradientClippingTrainer_bs2_seq8.log", "DPGhostClippingTrainer_bs2_seq8.log",
-        "DPSGDTrainer_bs2_seq8.log", "StandardTrainer_bs2_seq8.log",
-    ]  # fmt: skip
+        "DPFastGradientClippingTrainer_bs2_seq8.log",
+        "DPGhostClippingTrainer_bs2_seq8.log",
+        "DPSGDTrainer_bs2_seq8.log",
+        "StandardTrainer_bs2_seq8.log",
+    ]
     before = Path("logs/journal.jsonl").read_bytes()
     assert call(capsys, 0, "run", *SMALL)[0] == out
     assert Path("logs/journal.jsonl").read_bytes() == before
@@ -63,9 +65,13 @@ def test_run_and_run_again(capsys: Capture) -> None:
 @pytest.mark.parametrize("name", ["matrix.json", "matrix.toml"])
 def test_options_win_over_the_file(capsys: Capture, name: str) -> None:
     content = {
-        "trainers": ["StandardTrainer"], "batch_sizes": [2], "seq_lens": [8], "models": ["tiny"], "steps": 5,
+        "trainers": ["StandardTrainer"],
+        "batch_sizes": [2],
+        "seq_lens": [8],
+        "models": ["tiny"],
+        "steps": 5,
         "device": "cpu",
-    }  # fmt: skip
+    }
     text = (
         json.dumps(content)
         if name == "matrix.json"
@@ -134,8 +140,9 @@ def test_single_joins_the_others(capsys: Capture) -> None:
     out, _ = call(capsys, 0, "summarize", "--json")
     rows = json.loads(out)["configurations"]
     assert [(row["trainer"], row["noise_multiplier"], row["seed"], row["slowdown"]) for row in rows] == [
-        ("StandardTrainer", 1.0, 0, 1.0), ("DPSGDTrainer", 0.0, 3, 2.0),
-    ]  # fmt: skip
+        ("StandardTrainer", 1.0, 0, 1.0),
+        ("DPSGDTrainer", 0.0, 3, 2.0),
+    ]
 
 
 @pytest.mark.heavy
@@ -241,8 +248,12 @@ def test_help_says_what_there_is() -> None:
     assert tuple(module._TRAINERS.split(", ")) == tuple(matrix.TRAINERS)
     assert tuple(module._SIZES.split("|")) == tuple(matrix.MODEL_SIZES)
     options = {option: param for param in group.commands["run"].params for option in param.opts}
-    for option, known in (("--dtype", matrix.DTYPES), ("--device", matrix.DEVICES), ("--attention", matrix.ATTENTION),
-                          ("--launcher", LAUNCHERS)):  # fmt: skip
+    for option, known in (
+        ("--dtype", matrix.DTYPES),
+        ("--device", matrix.DEVICES),
+        ("--attention", matrix.ATTENTION),
+        ("--launcher", LAUNCHERS),
+    ):
         assert tuple(str(options[option].metavar).split("|")) == tuple(known)
 
 

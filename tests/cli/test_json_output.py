@@ -80,6 +80,6 @@ def test_commands_print_json_in_one_place() -> None:
             {"a": {"b": [1.0, None]}, "c": [None], "notes": ["x", "null stands for 2 numbers that are not finite"]},
         ),
     ],
-)  # fmt: skip
+)
 def test_a_number_that_is_not_finite_is_null_with_a_note(value: Any, shown: Any) -> None:
     assert json.loads(format_json(value), parse_constant=fail) == shown

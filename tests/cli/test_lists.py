@@ -70,8 +70,11 @@ def test_table(capsys: Capture) -> None:
     assert lines[0] == "sweep-tiny: FLOPs of one train step, convention model"
     assert lines[2].split() == ["batch", "seq", "tokens", "forward", "backward", "step", "per", "token"]
     assert [line.split()[:3] for line in lines[4:8]] == [
-        ["1", "64", "64"], ["1", "1,024", "1,024"], ["2", "64", "128"], ["2", "1,024", "2,048"],
-    ]  # fmt: skip
+        ["1", "64", "64"],
+        ["1", "1,024", "1,024"],
+        ["2", "64", "128"],
+        ["2", "1,024", "2,048"],
+    ]
     text = run(capsys, *TINY, "--seq", "64,1k", "--device", "h200,b200", "--tokens-per-second", "1M", "--tokens", "1B")
     assert lines[2] != text.splitlines()[2]
     assert text.splitlines()[2].split()[-3:] == ["MFU", "HFU", "GPU-hours"]

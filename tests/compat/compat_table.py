@@ -232,12 +232,14 @@ OWN_DATA: dict[str, tuple[str, ...]] = {
 # Lists that may grow: path of the list -> the keys that name an item.
 KEYED: dict[str, dict[str, tuple[str, ...]]] = {
     "models": {
-        "families": ("spec",), "presets": ("name",), "mappings": ("auto_class",),
+        "families": ("spec",),
+        "presets": ("name",),
+        "mappings": ("auto_class",),
         "mappings/*/types": ("model_type", "architecture"),
     },
     "devices": {"devices": ("id",)},
     "calibration": {"": ("device", "table")},
-}  # fmt: skip
+}
 # Only the type is recorded: it differs between machines and versions.
 PLACES = re.compile(r"(^|/)(version|file|evidence/predictor/path|evidence/commit)$")
 # Sentences: compared in a test of their own, so that they can be rewritten.

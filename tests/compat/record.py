@@ -171,11 +171,13 @@ def record_files() -> None:
         for call in calls:
             subprocess.run([sys.executable, *call], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
         kept = {
-            "monitor/flopcalc.jsonl": "monitor/flopcalc.jsonl", "monitor/goodput.json": "monitor/goodput.json",
-            "sweep/journal.jsonl": "sweep/journal.jsonl", "sweep/results.jsonl": "sweep/results.jsonl",
+            "monitor/flopcalc.jsonl": "monitor/flopcalc.jsonl",
+            "monitor/goodput.json": "monitor/goodput.json",
+            "sweep/journal.jsonl": "sweep/journal.jsonl",
+            "sweep/results.jsonl": "sweep/results.jsonl",
             "out/.run/cpu-test/journal.jsonl": "calibrate/journal.jsonl",
             "out/cpu/gemm.json": "calibration/mini-gpu/gemm.json",
-        }  # fmt: skip
+        }
         shutil.rmtree(table.FILES / "cache", ignore_errors=True)
         kept |= {
             f"cache/traces/{path.name}": f"cache/traces/{path.name}" for path in (folder / "cache/traces").iterdir()

@@ -122,8 +122,10 @@ def test_a_lost_key_is_seen() -> None:
     assert table.find_lost(kept, {**kept, "more": 2, "d/x": 1}) == []
     assert table.find_lost(kept, {"a/b": 1, "a/c": 1.0, "d/x": 3, "e": [1]}) == []
     assert table.find_lost(kept, {"a/b": 2, "a/c": 1, "d": {}, "e": [1, 2]}) == [
-        "a/b: 1 -> 2", "a/c: 1.0 -> 1", "e: [1] -> [1, 2]",
-    ]  # fmt: skip
+        "a/b: 1 -> 2",
+        "a/c: 1.0 -> 1",
+        "e: [1] -> [1, 2]",
+    ]
     assert table.find_lost(kept, {}) == ["a/b: gone", "a/c: gone", "d: gone", "e: gone"]
     assert table.find_lost_types({"a/*/b": ["float"]}, {"a/*/b": ["float", "str"]}) == [
         "a/*/b: ['float'] -> ['float', 'str']"
@@ -280,9 +282,12 @@ def test_calibration_goes_on(tmp_path: Path) -> None:
     state = tmp_path / "out" / ".run" / "cpu-test"
     shutil.copytree(table.FILES / "calibrate", state)
     identity = find_versions("transformers") | {
-        "torch": "0.0", "cuda": None, "cudnn": None,
-        "device": platform.processor() or platform.machine(), "commit": "recorded",
-    }  # fmt: skip
+        "torch": "0.0",
+        "cuda": None,
+        "cudnn": None,
+        "device": platform.processor() or platform.machine(),
+        "commit": "recorded",
+    }
     lines = rewrite_head(state / "journal.jsonl", identity)
     call = ("calibrate", "--suite", "test", "--tables", "gemm", "--out", "out")
     (outcome,), _ = table.run_apart(tmp_path, [call], {"FLOPCALC_COMMIT": "recorded", "PYTHONPATH": str(tmp_path)})

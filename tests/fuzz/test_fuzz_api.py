@@ -15,9 +15,13 @@ from flopcalc import FlopcalcError, RecipeError, WorkloadError, bind, estimate_f
 from flopcalc.core.estimate.run import count_run
 
 CONFIG = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_hidden_layers": 2, "vocab_size": 100,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+}
 ESTIMATE = estimate_flops(CONFIG, seq_len=8)
 ESTIMATOR = bind(CONFIG)
 LOAD = make_workload(1, 8)

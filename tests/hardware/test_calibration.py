@@ -20,9 +20,13 @@ from flopcalc.hardware import tables as calibration
 from flopcalc.hardware.tables import find_table, interpolate, list_tables, load_table, save_table
 
 ABOUT = {
-    "device": "Some GPU", "device_id": "some-gpu", "suite": "quick", "date": "2026-11-15T00:00:00Z", "torch": "2",
+    "device": "Some GPU",
+    "device_id": "some-gpu",
+    "suite": "quick",
+    "date": "2026-11-15T00:00:00Z",
+    "torch": "2",
     "command": "flopcalc calibrate",
-}  # fmt: skip
+}
 SHIPPED = ROOT / "model_specs" / "calibration"
 
 

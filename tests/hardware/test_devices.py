@@ -277,10 +277,11 @@ def test_a_default_is_the_same_in_every_command(capsys: pytest.CaptureFixture[st
     note = "h800 taken as h800-sxm"
     asked = ["llama-3.2-1b", "--device", "h800", "--json"]
     for command, options in (
-        ("estimate", ["--seq", "128"]), ("predict", ["--seq", "128"]),
+        ("estimate", ["--seq", "128"]),
+        ("predict", ["--seq", "128"]),
         ("translate", ["--seq", "128", "--mfu", "40%", "--from", "6nd"]),
         ("plan", ["--tokens", "1B", "--gpus", "8"]),
-    ):  # fmt: skip
+    ):
         with pytest.raises(SystemExit, match=r"^0$"):
             main([command, *asked, *options])
         assert json.loads(capsys.readouterr().out)["notes"].count(note) == 1, command
@@ -299,10 +300,23 @@ def test_a_device_is_named_by_a_string(name: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "dtype"),
-    [("bf16", "bf16"), ("bfloat16", "bf16"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("FP8", "fp8"),
-     ("torch.float8_e4m3fn", "fp8"), ("float", "fp32"), ("MXFP8", "mxfp8"), ("mxfp6", "fp6"), ("nvfp4", "nvfp4"),
-     ("mxfp4", "mxfp4"), ("fp4", "fp4"), ("torch.float8_e4m3fnuz", "fp8"), ("torch.float4_e2m1fn_x2", "fp4")],
-)  # fmt: skip
+    [
+        ("bf16", "bf16"),
+        ("bfloat16", "bf16"),
+        ("torch.bfloat16", "bf16"),
+        ("half", "fp16"),
+        ("FP8", "fp8"),
+        ("torch.float8_e4m3fn", "fp8"),
+        ("float", "fp32"),
+        ("MXFP8", "mxfp8"),
+        ("mxfp6", "fp6"),
+        ("nvfp4", "nvfp4"),
+        ("mxfp4", "mxfp4"),
+        ("fp4", "fp4"),
+        ("torch.float8_e4m3fnuz", "fp8"),
+        ("torch.float4_e2m1fn_x2", "fp4"),
+    ],
+)
 def test_parse_dtype(given: str, dtype: str) -> None:
     assert parse_dtype(given) == dtype
 

@@ -114,9 +114,11 @@ def test_tile_padding_of_measured_sizes_is_counted(tmp_path: Any, monkeypatch: p
     head = {"dtype": "bf16", "m": 128, "n": 50, "k": 64, "mode": "burst"}
     excess = {"forward": 1000, "dgrad": 20, "wgrad": 3}
     save_table(
-        folder, "gemm", ABOUT,
+        folder,
+        "gemm",
+        ABOUT,
         [{**head, "direction": d, "executed_flops": 2 * 128 * 50 * 64 + more} for d, more in excess.items()],
-    )  # fmt: skip
+    )
     padded = bind(CONFIG, convention="hardware", device="a40")(2, 64)
     assert (padded.forward - plain.forward, padded.backward - plain.backward) == (1000, 23)
     assert sum(row.forward + row.backward for row in padded.by_module()) == padded.total

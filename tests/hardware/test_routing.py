@@ -16,13 +16,18 @@ from flopcalc.hardware.routing import EVEN, KEY, Routing, deal, parse_routing
 
 @pytest.mark.parametrize(
     ("given", "routing", "shown"),
-    [("even", EVEN, "even"), ("spread:0.4", Routing(0.4), "spread:0.4"), ("spread:0", Routing(0.0), "spread:0"),
-     ("spread:1", Routing(1.0), "spread:1"), ("spread:.25", Routing(0.25), "spread:0.25"),
-     ("3,0, 5", Routing(None, ((3, 0, 5),)), "rows of 3 experts"),
-     ([3, 0, 5], Routing(None, ((3, 0, 5),)), "rows of 3 experts"),
-     ([(3, 5), [4, 4]], Routing(None, ((3, 5), (4, 4))), "rows of 2 experts in 2 layers"),
-     (Routing(0.3), Routing(0.3), "spread:0.3")],
-)  # fmt: skip
+    [
+        ("even", EVEN, "even"),
+        ("spread:0.4", Routing(0.4), "spread:0.4"),
+        ("spread:0", Routing(0.0), "spread:0"),
+        ("spread:1", Routing(1.0), "spread:1"),
+        ("spread:.25", Routing(0.25), "spread:0.25"),
+        ("3,0, 5", Routing(None, ((3, 0, 5),)), "rows of 3 experts"),
+        ([3, 0, 5], Routing(None, ((3, 0, 5),)), "rows of 3 experts"),
+        ([(3, 5), [4, 4]], Routing(None, ((3, 5), (4, 4))), "rows of 2 experts in 2 layers"),
+        (Routing(0.3), Routing(0.3), "spread:0.3"),
+    ],
+)
 def test_what_is_given_is_read(given: Any, routing: Routing, shown: str) -> None:
     assert parse_routing(given) == routing
     assert str(routing) == shown
@@ -37,13 +42,24 @@ def test_files_are_read(tmp_path: Path, data: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("odd", "routing is even, spread:S with S from 0 to 1, rows per expert (N,N,…), or a JSON file of rows; 'odd' is"),
-     ("spread:1.5", "a spread is 0 to 1, not 1.5"), ("spread:-1", "is none of them"),
-     ("1,x", "'x' is not a whole number"),
-     ("1,-2", "must be at least 0"), ([1, -2], "rows of an expert must be at least 0"), ([], "a layer without rows"),
-     ([0, 0], "a layer without rows"), ([[1], [0]], "a layer without rows"), ([1.5], "must be a whole number"),
-     ([[1], 2], "must be a whole number"), (4, "a list of rows, or one for each layer")],
-)  # fmt: skip
+    [
+        (
+            "odd",
+            "routing is even, spread:S with S from 0 to 1, rows per expert (N,N,…), or a JSON file of rows; 'odd' is",
+        ),
+        ("spread:1.5", "a spread is 0 to 1, not 1.5"),
+        ("spread:-1", "is none of them"),
+        ("1,x", "'x' is not a whole number"),
+        ("1,-2", "must be at least 0"),
+        ([1, -2], "rows of an expert must be at least 0"),
+        ([], "a layer without rows"),
+        ([0, 0], "a layer without rows"),
+        ([[1], [0]], "a layer without rows"),
+        ([1.5], "must be a whole number"),
+        ([[1], 2], "must be a whole number"),
+        (4, "a list of rows, or one for each layer"),
+    ],
+)
 def test_what_is_wrong_is_said(given: Any, said: str) -> None:
     with pytest.raises(WorkloadError) as raised:
         parse_routing(given)
@@ -59,9 +75,13 @@ def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shares", "experts", "rows", "dealt"),
-    [((1, 1, 1), 3, 8, (3, 3, 2)), ((2, 1, 0), 3, 8, (5, 3, 0)), ((5, 3, 2, 7), 2, 18, (4, 14)),
-     ((10, 20, 30), 3, 60, (10, 20, 30))],
-)  # fmt: skip
+    [
+        ((1, 1, 1), 3, 8, (3, 3, 2)),
+        ((2, 1, 0), 3, 8, (5, 3, 0)),
+        ((5, 3, 2, 7), 2, 18, (4, 14)),
+        ((10, 20, 30), 3, 60, (10, 20, 30)),
+    ],
+)
 def test_rows_are_dealt_in_proportion(shares: tuple[int, ...], experts: int, rows: int, dealt: tuple[int, ...]) -> None:
     """With fewer experts than shares, those of the busiest rank."""
     assert deal(shares, experts, rows) == dealt
@@ -70,11 +90,18 @@ def test_rows_are_dealt_in_proportion(shares: tuple[int, ...], experts: int, row
 
 @pytest.mark.parametrize(
     ("routing", "experts", "rows", "size", "steps"),
-    [(EVEN, 8, 800, 128, 8), (EVEN, 8, 1025, 128, 9), (EVEN, 8, 5, 128, 5), (EVEN, 8, 0, 128, 0),
-     (Routing(None, ((800, 0, 0, 0, 0, 0, 0, 0),)), 8, 800, 128, 7), (Routing(None, ((1, 3), (2, 2))), 2, 512, 128, 4),
-     (Routing(None, ((1, 2), (2, 1))), 2, 384, 256, 2), (Routing(0.4), 8, 8e5, 128, 8e5 / 128 + 4),
-     (Routing(0.4), 8, 0.008, 128, 0.008)],
-)  # fmt: skip
+    [
+        (EVEN, 8, 800, 128, 8),
+        (EVEN, 8, 1025, 128, 9),
+        (EVEN, 8, 5, 128, 5),
+        (EVEN, 8, 0, 128, 0),
+        (Routing(None, ((800, 0, 0, 0, 0, 0, 0, 0),)), 8, 800, 128, 7),
+        (Routing(None, ((1, 3), (2, 2))), 2, 512, 128, 4),
+        (Routing(None, ((1, 2), (2, 1))), 2, 384, 256, 2),
+        (Routing(0.4), 8, 8e5, 128, 8e5 / 128 + 4),
+        (Routing(0.4), 8, 0.008, 128, 0.008),
+    ],
+)
 def test_steps_of_all_experts(routing: Routing, experts: int, rows: Any, size: int, steps: float) -> None:
     assert routing.count_steps(experts, rows, size) == pytest.approx(steps, rel=1e-2)
 
@@ -101,9 +128,15 @@ def test_experts_that_get_a_row(routing: Routing, experts: int, rows: int, busy:
 
 @pytest.mark.parametrize(
     ("routing", "experts", "ranks", "share"),
-    [(EVEN, 64, 8, 1.0), (Routing(0.4), 64, 1, 1.0), (Routing(0.0), 64, 8, 1.0), (Routing(None, ((3, 1),)), 2, 2, 1.5),
-     (Routing(None, ((3, 1, 0, 0), (1, 1, 1, 1))), 4, 2, 1.5), (Routing(0.4), 64, 8, 1 + 0.4 / math.sqrt(8) * 1.4236)],
-)  # fmt: skip
+    [
+        (EVEN, 64, 8, 1.0),
+        (Routing(0.4), 64, 1, 1.0),
+        (Routing(0.0), 64, 8, 1.0),
+        (Routing(None, ((3, 1),)), 2, 2, 1.5),
+        (Routing(None, ((3, 1, 0, 0), (1, 1, 1, 1))), 4, 2, 1.5),
+        (Routing(0.4), 64, 8, 1 + 0.4 / math.sqrt(8) * 1.4236),
+    ],
+)
 def test_the_busiest_rank(routing: Routing, experts: int, ranks: int, share: float) -> None:
     """The largest of eight normal variables is 1.4236 on average."""
     assert routing.find_busiest(experts, ranks) == pytest.approx(share, rel=2e-3)

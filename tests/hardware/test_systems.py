@@ -18,8 +18,11 @@ from flopcalc.prediction.work import Product
 
 FILES = sorted(Path(find_data_dir(), "systems").glob("*.json"))
 SAME_DIE = {
-    "a100-sxm-40gb": "a100-sxm-80gb", "a800-sxm-80gb": "a100-sxm-80gb", "h800-sxm": "h100-sxm", "gb200-nvl72": "gb200"
-}  # fmt: skip
+    "a100-sxm-40gb": "a100-sxm-80gb",
+    "a800-sxm-80gb": "a100-sxm-80gb",
+    "h800-sxm": "h100-sxm",
+    "gb200-nvl72": "gb200",
+}
 MEASURED = [path for path in FILES if path.stem not in SAME_DIE]
 MOST_BYTES = 150_000
 

@@ -47,10 +47,15 @@ def test_rules_of_attention_reproduce_every_counted_call(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "direction", "mask", "length", "pairs"),
-    [("cudnn", "forward", "causal", 256, 256 * 384 // 2), ("cudnn", "backward", "causal", 256, 256 * 384 // 2),
-     ("cudnn", "backward", "full", 200, 256 * 256), ("cudnn", "backward", "full", 180, 256 * 192),
-     ("efficient", "forward", "full", 200, None), ("cudnn", "forward", "window", 200, None)],
-)  # fmt: skip
+    [
+        ("cudnn", "forward", "causal", 256, 256 * 384 // 2),
+        ("cudnn", "backward", "causal", 256, 256 * 384 // 2),
+        ("cudnn", "backward", "full", 200, 256 * 256),
+        ("cudnn", "backward", "full", 180, 256 * 192),
+        ("efficient", "forward", "full", 200, None),
+        ("cudnn", "forward", "window", 200, None),
+    ],
+)
 def test_pairs(kernel: str, direction: str, mask: str, length: int, pairs: int | None) -> None:
     assert count_attention_pairs(kernel, direction, mask, length, 128) == pairs
 
@@ -84,8 +89,10 @@ def test_experts_execute_whole_tiles(choices: dict[str, Any]) -> None:
     for (rows, n, k, direction), executed in choices["experts"]:
         assert executed == count_experts(rows, n, k)[direction]
     assert count_experts([100, 0, 300], 512, 300) == {
-        "forward": 2 * 768 * 512 * 320, "dgrad": 2 * 768 * 512 * 512, "wgrad": 2 * 448 * 512 * 512,
-    }  # fmt: skip
+        "forward": 2 * 768 * 512 * 320,
+        "dgrad": 2 * 768 * 512 * 512,
+        "wgrad": 2 * 448 * 512 * 512,
+    }
 
 
 def test_attention_executes_what_the_rules_say(choices: dict[str, Any]) -> None:
@@ -200,8 +207,10 @@ def test_experts_pad_what_was_counted() -> None:
     found = count_experts_excess(8, 8192, 8192, 2048, Routing(0.4))
     need = 2 * 8192 * 8192 * 2048
     assert {name: round(flops / need, 3) for name, flops in found.items()} == {
-        "forward": 0.127, "dgrad": 0.127, "wgrad": 0.031,
-    }  # fmt: skip
+        "forward": 0.127,
+        "dgrad": 0.127,
+        "wgrad": 0.031,
+    }
     path = find_table("h200-sxm", "padding")
     assert path is not None
     rows = [row for row in load_table(path).records() if " over " in str(row["shape"]) and row["executed_flops"]]

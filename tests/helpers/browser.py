@@ -18,9 +18,15 @@ from flopcalc.web.packages import find_package, load_lock
 from flopcalc.web.serve import make_server
 
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+)
 START_MS = 300_000  # Pyodide takes seconds on an idle machine, minutes on one that is shared
 
 
@@ -66,9 +72,14 @@ def serve(site: Path) -> Iterator[str]:
 def launch(driver: Any, profile: Path, **options: Any) -> Iterator[Any]:
     """A browser context with a fresh profile."""
     context = driver.chromium.launch_persistent_context(
-        str(profile), executable_path=find_chromium(), args=list(FLAGS), headless=True, accept_downloads=True,
-        locale="en-US", **options,
-    )  # fmt: skip
+        str(profile),
+        executable_path=find_chromium(),
+        args=list(FLAGS),
+        headless=True,
+        accept_downloads=True,
+        locale="en-US",
+        **options,
+    )
     try:
         yield context
     finally:

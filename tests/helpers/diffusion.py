@@ -125,10 +125,14 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
     "T5EncoderModel": _T5,
     "UMT5EncoderModel": _T5,
     "LlamaModel": {
-        "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "vocab_size": 30,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 30,
     },
-}  # fmt: skip
+}
 # The same classes with other settings.
 MORE: dict[str, list[dict[str, Any]]] = {
     "UNet2DConditionModel": [
@@ -183,18 +187,25 @@ def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> O
 
 
 def find_differences(
-    name: str, config: dict[str, Any], batch: int, text: int, grid: tuple[int, int, int], recipe: dict[str, Any],
+    name: str,
+    config: dict[str, Any],
+    batch: int,
+    text: int,
+    grid: tuple[int, int, int],
+    recipe: dict[str, Any],
     phase: str = "train",
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Rows (path -> ours, counted) and parameters that differ; empty where all are equal."""
     model = build(name, config)
     apply_recipe(model, recipe)
     counted = count_step(model, make_inputs(name, config, batch, text, grid), phase == "train")
     recomputes = recipe.get("recompute", "none") != "none"
     estimator = CountedEstimator(
-        bind_model(load_config({"_class_name": name, **config})), make_recipe(**recipe),
-        "hardware" if recomputes else "full", "eager",
-    )  # fmt: skip
+        bind_model(load_config({"_class_name": name, **config})),
+        make_recipe(**recipe),
+        "hardware" if recomputes else "full",
+        "eager",
+    )
     estimate = estimator.estimate(Workload(batch, text, phase=phase, grids=(grid,) * batch))
     ours = {row.path: (row.forward, row.backward, row.recompute) for row in estimate.by_module(per_layer=True)}
     ours = {path: row for path, row in ours.items() if any(row)}

@@ -176,5 +176,9 @@ class DFlash(nn.Module):
 
 
 DRAFTS: dict[str, type[nn.Module]] = {
-    "eagle": Eagle, "eagle3": Eagle3, "eagle3_speculator": Eagle3, "medusa": Medusa, "dflash": DFlash,
-}  # fmt: skip
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+    "eagle3_speculator": Eagle3,
+    "medusa": Medusa,
+    "dflash": DFlash,
+}

@@ -69,9 +69,11 @@ LAYOUTS["llada"] = Layout(
 )  # fmt: skip
 LAYOUTS["telechat2"] = LAYOUTS["telechat"]
 LAYOUTS["bailing_moe_linear"] = LAYOUTS["bailing_hybrid"] = LAYOUTS["baichuan"]._replace(
-    embed="model.word_embeddings", projections={"attention.query_key_value": "qkv"}, attention="attention",
+    embed="model.word_embeddings",
+    projections={"attention.query_key_value": "qkv"},
+    attention="attention",
     out="attention.dense",
-)  # fmt: skip
+)
 LAYOUTS["llama"] = LAYOUTS["baichuan"]._replace(
     projections={"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v"}
 )
@@ -96,10 +98,15 @@ class Sizes(NamedTuple):
         d, heads = config["hidden_size"], config["num_attention_heads"]
         head_dim = config.get("linear_head_dim", config.get("head_dim", d // heads))
         return cls(
-            d, config["intermediate_size"], config["num_hidden_layers"], heads,
-            config.get("num_key_value_heads", heads), head_dim, config["vocab_size"],
+            d,
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            heads,
+            config.get("num_key_value_heads", heads),
+            head_dim,
+            config["vocab_size"],
             config.get("tie_word_embeddings", False),
-        )  # fmt: skip
+        )
 
 
 class Layer(nn.Module):
@@ -492,9 +499,11 @@ class ChatModel(nn.Module):
         sizes = Sizes.read(config["text_config"])._replace(tied=config["tie_word_embeddings"])
         middle = sizes.ff if wide else sizes.d
         self.mlp1 = nn.Sequential(
-            nn.LayerNorm(4 * d), nn.Linear(4 * d, middle, bias=not wide), nn.GELU(),
+            nn.LayerNorm(4 * d),
+            nn.Linear(4 * d, middle, bias=not wide),
+            nn.GELU(),
             nn.Linear(middle, sizes.d, bias=not wide),
-        )  # fmt: skip
+        )
         self.language_model = Decoder(LAYOUTS[text], sizes)
 
     def forward(self, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:

@@ -428,14 +428,16 @@ def draw_pipeline(rng: random.Random) -> Case:
 def draw_image(rng: random.Random) -> Case:
     size = [rng.choice((0, 1, 28, 640, 65535, 2**31 - 1, 2**32 - 1)) for _ in range(2)]
     small = [min(each, 65535) for each in size]
-    data = rng.choice((
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", *size) + b"\x08\x02\0\0\0",
-        b"GIF89a" + struct.pack("<HH", *small) + b"\xf7\0\0",
-        b"BM" + struct.pack("<IIIIII", 70, 0, 54, 40, *size) + b"\x01\0\x18\0",
-        b"RIFF\x24\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(4) + struct.pack("<I", size[0])[:3] * 2,
-        b"\xff\xd8\xff\xe1\0\x10Exif\0\0MM\0*\0\0\0\x08\xff\xc0\0\x11\x08" + struct.pack(">HH", *small) + bytes(12),
-        b"\xff\xd8" + b"\xff\xe0\0\x02" * 20_000,
-    ))  # fmt: skip
+    data = rng.choice(
+        (
+            b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", *size) + b"\x08\x02\0\0\0",
+            b"GIF89a" + struct.pack("<HH", *small) + b"\xf7\0\0",
+            b"BM" + struct.pack("<IIIIII", 70, 0, 54, 40, *size) + b"\x01\0\x18\0",
+            b"RIFF\x24\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(4) + struct.pack("<I", size[0])[:3] * 2,
+            b"\xff\xd8\xff\xe1\0\x10Exif\0\0MM\0*\0\0\0\x08\xff\xc0\0\x11\x08" + struct.pack(">HH", *small) + bytes(12),
+            b"\xff\xd8" + b"\xff\xe0\0\x02" * 20_000,
+        )
+    )
     arguments = ["estimate", rng.choice(("qwen2-vl-2b", "gpt2")), "--text", "8", "--image", "picture", "--json"]
     return Case(arguments, {"picture": spoil_bytes(bytearray(data), rng)})
 
@@ -476,22 +478,28 @@ def draw_large(rng: random.Random) -> Case:
     modules = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": [f"model.layers.{i}" for i in range(count)]}
     quantized = as_json({**config, "quantization_config": modules})
     rows = b'{"id":"a","status":"ok"}\n' * min(count, 400_000)
-    return rng.choice((
-        Case(["estimate", "config.json", "--seq", "64"], {"config.json": text}),
-        Case(["estimate", "config.json", "--seq", "64"], {"config.json": quantized}),
-        Case(["estimate", "--launch", "a.json"], {"a.json": text}),
-        Case(["estimate", "--launch", "a.yaml"], {"a.yaml": text[: rng.choice((400_000, 10_000_000))]}),
-        Case(["estimate", "--launch", "a.toml"], {"a.toml": b"a = 1\n" + b"[[b]]\nc = 1\n" * min(count, 700_000)}),
-        Case(["estimate", "gpt2", "--seq", "64", "--spec", "a.toml"], {"a.toml": b"[a" + b".b" * count + b"]\n"}),
-        Case(["estimate", "gpt2", "--seq", "64", "--spec", "a.toml"], {"a.toml": b"x = [" + b"1," * count + b"]\n"}),
-        Case(["monitor", "show", "a.jsonl"], {"a.jsonl": b'{"type":"step","global_step":1}\n' * min(count, 300_000)}),
-        Case(["sweep", "summarize", "--logs-dir", "."], {"results.jsonl": rows}),
-        Case(["estimate", "gpt2", "--lengths", ",".join(["7"] * min(count, 60_000))]),
-        Case(["explain", "gpt2", "--seq", "64", "--op", "*a" * min(count, 60_000)]),
-        Case(["estimate", "gpt2", "--seq", "64", "--freeze", "*a" * min(count, 60_000)]),
-        Case(["predict", "llama-3.2-1b", "--device", "h200", "--seq", str(rng.randrange(1, 10**9))]),
-        Case(["page", json.dumps({"what": "flops", "setup": {**PAGE, "files": {"config.json": text.decode()}}})]),
-    ))  # fmt: skip
+    return rng.choice(
+        (
+            Case(["estimate", "config.json", "--seq", "64"], {"config.json": text}),
+            Case(["estimate", "config.json", "--seq", "64"], {"config.json": quantized}),
+            Case(["estimate", "--launch", "a.json"], {"a.json": text}),
+            Case(["estimate", "--launch", "a.yaml"], {"a.yaml": text[: rng.choice((400_000, 10_000_000))]}),
+            Case(["estimate", "--launch", "a.toml"], {"a.toml": b"a = 1\n" + b"[[b]]\nc = 1\n" * min(count, 700_000)}),
+            Case(["estimate", "gpt2", "--seq", "64", "--spec", "a.toml"], {"a.toml": b"[a" + b".b" * count + b"]\n"}),
+            Case(
+                ["estimate", "gpt2", "--seq", "64", "--spec", "a.toml"], {"a.toml": b"x = [" + b"1," * count + b"]\n"}
+            ),
+            Case(
+                ["monitor", "show", "a.jsonl"], {"a.jsonl": b'{"type":"step","global_step":1}\n' * min(count, 300_000)}
+            ),
+            Case(["sweep", "summarize", "--logs-dir", "."], {"results.jsonl": rows}),
+            Case(["estimate", "gpt2", "--lengths", ",".join(["7"] * min(count, 60_000))]),
+            Case(["explain", "gpt2", "--seq", "64", "--op", "*a" * min(count, 60_000)]),
+            Case(["estimate", "gpt2", "--seq", "64", "--freeze", "*a" * min(count, 60_000)]),
+            Case(["predict", "llama-3.2-1b", "--device", "h200", "--seq", str(rng.randrange(1, 10**9))]),
+            Case(["page", json.dumps({"what": "flops", "setup": {**PAGE, "files": {"config.json": text.decode()}}})]),
+        )
+    )
 
 
 Draw = Callable[[random.Random], Case]

@@ -20,9 +20,12 @@ MAPPINGS = {
 LOSSES = {"none": "last_hidden_state", "encoder": "last_hidden_state", "question": "start_logits"}
 # Classes that are refused with a reason, and those whose forward wants inputs that an example does not have.
 REFUSED = {
-    "BlipModel", "DepthProModel", "UdopModel", "PerceiverForSequenceClassification",
+    "BlipModel",
+    "DepthProModel",
+    "UdopModel",
+    "PerceiverForSequenceClassification",
     "LongformerForQuestionAnswering",
-}  # fmt: skip
+}
 NOT_RUN = {
     "FunnelBaseModel": "its spec has the decoder, which this class lacks",
     "HGNetV2Backbone": "hands out feature maps; counted as the classifier, which a note says",

@@ -76,10 +76,11 @@ def give_value(_args: Json, row: Json) -> Json:
 def tell(args: Json, _row: Json) -> Json:
     print("told", flush=True)
     return {
-        "process": os.getpid(), "name": args.get("name"),
+        "process": os.getpid(),
+        "name": args.get("name"),
         "oom_score_adj": Path("/proc/self/oom_score_adj").read_text().strip(),
         "env": {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")},
-    }  # fmt: skip
+    }
 
 
 def meet(args: Json, row: Json) -> str:

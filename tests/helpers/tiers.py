@@ -18,8 +18,17 @@ USUAL_S = 2.0  # a heavy case whose function was not timed yet
 # One model type of each kind, for tests that take every type with --all: dense, experts, latent attention, scan,
 # delta rule, windows, masked words, encoder-decoder, sound, images.
 LIGHT_TYPES = (
-    "llama", "mixtral", "deepseek_v3", "mamba2", "qwen3_next", "gemma3_text", "bert", "t5", "whisper", "qwen2_5_vl",
-)  # fmt: skip
+    "llama",
+    "mixtral",
+    "deepseek_v3",
+    "mamba2",
+    "qwen3_next",
+    "gemma3_text",
+    "bert",
+    "t5",
+    "whisper",
+    "qwen2_5_vl",
+)
 _COUNT = pytest.StashKey[tuple[int, int, int]]()  # heavy tests that run, that are relevant, that were collected
 
 

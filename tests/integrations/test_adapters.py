@@ -188,9 +188,13 @@ SHARED = {
 }  # fmt: skip
 EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
 LATENT = {
-    "multi_latent_attention": True, "q_lora_rank": None, "kv_lora_rank": 16, "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
-}  # fmt: skip
+    "multi_latent_attention": True,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
 PROVIDERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({}, {**SHARED, "model_type": "llama"}),
     "two products": ({"gated_linear_unit": False}, {**SHARED, "model_type": "nemotron"}),
@@ -234,10 +238,11 @@ def test_megatron_lora_and_what_is_not_mapped() -> None:
     expected = estimate_flops(config, seq_len=128, lora="r=8,targets=q_proj+k_proj+v_proj+down_proj").total
     assert megatron_bridge.num_floating_point_operations(cfg) == expected
     for changes, message in (
-        ({"is_hybrid_model": True}, "hybrid"), ({"mtp_num_layers": 1}, "mtp_num_layers=1"),
+        ({"is_hybrid_model": True}, "hybrid"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1"),
         ({**EXPERTS, "gated_linear_unit": False}, "experts without a gated MLP"),
         ({**EXPERTS, "moe_shared_expert_intermediate_size": 50}, "no multiple"),
-    ):  # fmt: skip
+    ):
         other = types.SimpleNamespace(model=make_provider(**changes))
         with pytest.warns(RuntimeWarning, match=message):
             assert math.isnan(megatron_bridge.num_floating_point_operations(other))
@@ -268,7 +273,8 @@ def test_torchtitan_configs() -> None:
     with pytest.raises(ConfigError, match="sliding windows in this model are not described"):
         torchtitan.get_nparams_and_flops(windowed, model, 128)
     for config, message in (
-        (types.SimpleNamespace(), "is no decoder of torchtitan's own"), (make_titan(mtp_layers=[1]), "multi-token"),
-    ):  # fmt: skip
+        (types.SimpleNamespace(), "is no decoder of torchtitan's own"),
+        (make_titan(mtp_layers=[1]), "multi-token"),
+    ):
         with pytest.raises(ConfigError, match=message):
             torchtitan.get_nparams_and_flops(config, model, 128)

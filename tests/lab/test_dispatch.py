@@ -158,8 +158,9 @@ def test_dropout_keeps_a_mask_of_bytes() -> None:
     model = Call(lambda: torch.nn.functional.dropout(model.table(PLACES), 0.5).sum())
     found = trace_operators(model, model)
     assert [event.name for event in found.events if "dropout" in event.name] == [
-        "native_dropout", "native_dropout_backward"
-    ]  # fmt: skip
+        "native_dropout",
+        "native_dropout_backward",
+    ]
     assert ("o", 18) in {(kept.letter, kept.elements) for kept in found.kept}
 
 
@@ -223,10 +224,16 @@ FEWER_HEADS = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads
 @pytest.mark.parametrize(
     ("preset", "sizes"),
     [
-        ("cerebras-gpt-590m", {}), ("gpt2", {}), ("starcoder2-3b", {}), ("starcoder2-7b", {}),
-        ("japanese-gpt-neox-3.6b", {}), ("phi-1.5", {}), ("phi-2", FEWER_HEADS), ("llama-2-7b", {}),
+        ("cerebras-gpt-590m", {}),
+        ("gpt2", {}),
+        ("starcoder2-3b", {}),
+        ("starcoder2-7b", {}),
+        ("japanese-gpt-neox-3.6b", {}),
+        ("phi-1.5", {}),
+        ("phi-2", FEWER_HEADS),
+        ("llama-2-7b", {}),
     ],
-)  # fmt: skip
+)
 def test_switches_of_published_models(preset: str, sizes: dict[str, int], phase: str, factors: tuple[int, ...]) -> None:
     """What is read is what HF dispatches with a published config's activation, dropouts, rotation and heads of keys."""
     config = load_config(preset).config
@@ -277,9 +284,13 @@ def test_how_far_a_file_lies_from_a_trace() -> None:
     ],
 )
 def test_check_tells_how_far(
-    limit: float, model_type: str, code: int, shown: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    limit: float,
+    model_type: str,
+    code: int,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     variants = comparing.list_variants
     monkeypatch.setattr(comparing, "LIMIT", limit)
     monkeypatch.setattr(comparing, "list_variants", lambda example: islice(variants(example), 1))

@@ -34,11 +34,13 @@ MOE = {
 def settings(**distributed: Any) -> dict[str, Any]:
     return {
         "monitoring": {
-            "mfu_calculation_mode": "estimate", "detail_every": DETAIL_EVERY, "skip_first": 1,
+            "mfu_calculation_mode": "estimate",
+            "detail_every": DETAIL_EVERY,
+            "skip_first": 1,
             "peak_flops_per_s": PEAK,
         },
         "distributed": {"timeout_s": DEADLINE_S, **distributed},
-    }  # fmt: skip
+    }
 
 
 def build(config: Mapping[str, Any] = CONFIG) -> Any:

@@ -600,8 +600,11 @@ def start(code: str, *flags: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.path.dirname(PACKAGE)])}
     return subprocess.Popen(
         [sys.executable, *flags, "-c", text + textwrap.dedent(code)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
 
 
 @pytest.mark.heavy

@@ -41,9 +41,13 @@ from flopcalc import ConfigError, estimate_flops
 from flopcalc.monitor import FlopcalcCallback, Settings, TrainingMonitor, hf
 
 RATES = [
-    "perf/mfu", "perf/mfu_percent", "perf/step_time", "perf/steps_per_second", "perf/tokens_per_second",
+    "perf/mfu",
+    "perf/mfu_percent",
+    "perf/step_time",
+    "perf/steps_per_second",
+    "perf/tokens_per_second",
     "perf/samples_per_second",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
@@ -214,8 +218,14 @@ EVENTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "log, evaluate, save": (
         {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1},
         [
-            "attach", ("end", 1), ("report", 1), ("lost", "checkpoint"), ("end", 2), ("report", 2),
-            ("lost", "eval"), ("lost", "checkpoint"),
+            "attach",
+            ("end", 1),
+            ("report", 1),
+            ("lost", "checkpoint"),
+            ("end", 2),
+            ("report", 2),
+            ("lost", "eval"),
+            ("lost", "checkpoint"),
         ],
     ),
     "evaluation at the start": (
@@ -226,11 +236,8 @@ EVENTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         {"max_steps": 3, "logging_steps": 2},
         ["attach", ("end", 1), ("end", 2), ("report", 2), ("end", 3), ("report", 3)],
     ),
-    "no logs at all": (
-        {"max_steps": 2, "logging_strategy": "no"},
-        ["attach", ("end", 1), ("end", 2), ("report", 2)],
-    ),
-}  # fmt: skip
+    "no logs at all": ({"max_steps": 2, "logging_strategy": "no"}, ["attach", ("end", 1), ("end", 2), ("report", 2)]),
+}
 
 
 @pytest.mark.parametrize("case", mark_heavy(EVENTS, ["plain"]))
@@ -665,11 +672,14 @@ def test_of_two_ranks_only_the_first_writes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO_RANKS, f"{HELPERS}{os.pathsep}{Path(__file__).parent}", str(tmp_path)]
     ranks = [
         subprocess.Popen(
-            command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     answers = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], answers
     steps = read_log(tmp_path / "rank0" / "flopcalc.jsonl")

@@ -78,9 +78,13 @@ def test_what_does_not_train_and_what_raised_is_not_counted(tmp_path: Path) -> N
 
     with watch(tmp_path, module) as monitor:
         for calls in (
-            [train], [fail, train], [train, fail], [fail, evaluate, train], [evaluate, train, evaluate, fail],
+            [train],
+            [fail, train],
+            [train, fail],
+            [fail, evaluate, train],
+            [evaluate, train, evaluate, fail],
             [fail, fail, train, evaluate],
-        ):  # fmt: skip
+        ):
             for call in calls:
                 call()
             assert count_step(monitor) == ONE
@@ -175,9 +179,11 @@ def test_copies_and_pickles_carry_idle_hooks(tmp_path: Path) -> None:
         torch.save(model, file)
         file.seek(0)
         for twin in (
-            copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False),
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(file, weights_only=False),
             copy.deepcopy({"x": [model]})["x"][0],
-        ):  # fmt: skip
+        ):
             assert [type(hook) for hook in list_hooks(twin)] == [Idle, Idle]
             twin(**batch)
             assert monitor._open is None

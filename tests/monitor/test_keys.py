@@ -37,7 +37,9 @@ def test_a_style_renames_known_names_to_names_of_their_own(style: str) -> None:
         (
             "composer",
             {
-                "global_step": 3, "throughput/device/mfu": 0.5, "perf/mfu_percent": 50.0,
+                "global_step": 3,
+                "throughput/device/mfu": 0.5,
+                "perf/mfu_percent": 50.0,
                 "throughput/tokens_per_sec": 9.0,
             },
         ),
@@ -51,7 +53,7 @@ def test_a_style_renames_known_names_to_names_of_their_own(style: str) -> None:
             {"train/global_step": 3, "perf/mfu": 0.5, "perf/mfu_percent": 50.0, "train_tokens_per_second": 9.0},
         ),
     ],
-)  # fmt: skip
+)
 def test_styles(style: str, expected: dict[str, float]) -> None:
     record = {"global_step": 3, "perf/mfu": 0.5, "perf/mfu_percent": 50.0, "perf/tokens_per_second": 9.0}
     assert rename(record, style) == expected

@@ -43,9 +43,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
 ]
 RATES = [
-    "perf/mfu", "perf/mfu_percent", "perf/step_time", "perf/steps_per_second", "perf/tokens_per_second",
+    "perf/mfu",
+    "perf/mfu_percent",
+    "perf/step_time",
+    "perf/steps_per_second",
+    "perf/tokens_per_second",
     "perf/samples_per_second",
-]  # fmt: skip
+]
 
 
 class Module(pl.LightningModule):
@@ -133,12 +137,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "padded text": {},
     "accumulation": {"accumulate_grad_batches": 3, "micro": [3, 3, 3, 3]},
     "accumulation with a rest": {
-        "accumulate_grad_batches": 4, "max_steps": -1, "max_epochs": 2, "data": make_text(12), "micro": [4, 2, 4, 2],
+        "accumulate_grad_batches": 4,
+        "max_steps": -1,
+        "max_epochs": 2,
+        "data": make_text(12),
+        "micro": [4, 2, 4, 2],
     },
     "images": {"model": make_qwen2_vl, "data": make_pictures(10), "collate": pad_pictures},
     "LoRA": {"model": make_lora},
     "bf16": {"precision": "bf16-mixed"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -267,9 +275,13 @@ def test_time_of_validation_and_checkpoints_is_lost_and_in_no_step(tmp_path: Pat
             clock.tick(10_000)
 
     trainer = make_trainer(
-        tmp_path, FlopcalcMonitor(CONFIG), ModelCheckpoint(tmp_path, every_n_train_steps=2, save_weights_only=True),
-        enable_checkpointing=True, val_check_interval=2, num_sanity_val_steps=1,
-    )  # fmt: skip
+        tmp_path,
+        FlopcalcMonitor(CONFIG),
+        ModelCheckpoint(tmp_path, every_n_train_steps=2, save_weights_only=True),
+        enable_checkpointing=True,
+        val_check_interval=2,
+        num_sanity_val_steps=1,
+    )
     trainer.fit(Slow(), make_loader(), make_loader(make_text(2)))
     assert [line["perf/step_time"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [1.0] * 4
     goodput = read_log(tmp_path / "flopcalc.jsonl", "end")[0]["goodput"]

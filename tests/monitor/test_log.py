@@ -69,10 +69,12 @@ def test_a_folder_means_its_log(tmp_path: Path) -> None:
         ([], "not a monitor's log: it is empty"),
         (["hello\n"], "not a monitor's log: no line of it is a record"),
         ([{"loss": 1}], "not a monitor's log: no line of it is a record"),
-        ([START | {"schema": 2, "version": "9.0"}], "line 1: schema 2 is not known, this flopcalc reads 1: use the "
-         "version that wrote it ('9.0')"),
+        (
+            [START | {"schema": 2, "version": "9.0"}],
+            "line 1: schema 2 is not known, this flopcalc reads 1: use the version that wrote it ('9.0')",
+        ),
     ],
-)  # fmt: skip
+)
 def test_no_log(tmp_path: Path, lines: list[Any], message: str) -> None:
     path = write(tmp_path / "a.jsonl", *lines)
     with pytest.raises(FlopcalcError, match=f"^{re.escape(f'{path}: {message}')}$"):
@@ -87,16 +89,23 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_means_are_all_flops_over_all_time(tmp_path: Path) -> None:
-    log = load_log(write(
-        tmp_path / "a.jsonl", START,
-        step(1, None),
-        step(11, 0.2, **{"perf/steps": 10, "perf/step_time": 3.0}),
-        step(21, 0.6, **{"perf/steps": 10, "perf/step_time": 1.0, "perf/hfu": 0.7}),
-    ))  # fmt: skip
+    log = load_log(
+        write(
+            tmp_path / "a.jsonl",
+            START,
+            step(1, None),
+            step(11, 0.2, **{"perf/steps": 10, "perf/step_time": 3.0}),
+            step(21, 0.6, **{"perf/steps": 10, "perf/step_time": 1.0, "perf/hfu": 0.7}),
+        )
+    )
     found = summarize(log)
     mfu, times, hfu = (found["metrics"][name] for name in ("mfu", "step_time_s", "hfu"))
-    assert mfu == {"mean": pytest.approx((0.2 * 30 + 0.6 * 10) / 40), "median": pytest.approx(0.4), "last": 0.6,
-                   "records": 2}  # fmt: skip
+    assert mfu == {
+        "mean": pytest.approx((0.2 * 30 + 0.6 * 10) / 40),
+        "median": pytest.approx(0.4),
+        "last": 0.6,
+        "records": 2,
+    }
     assert times["mean"] == pytest.approx((1 * 1 + 10 * 3 + 10 * 1) / 21)
     assert hfu == {"mean": 0.7, "median": 0.7, "last": 0.7, "records": 1}
     assert found["metrics"]["loss"] is None
@@ -106,16 +115,19 @@ def test_means_are_all_flops_over_all_time(tmp_path: Path) -> None:
 
 
 def test_a_mean_of_records_without_time_is_a_plain_one(tmp_path: Path) -> None:
-    log = load_log(write(tmp_path / "a.jsonl", step(1, 0.2, **{"perf/step_time": None}),
-                         step(2, 0.4, **{"perf/step_time": None})))  # fmt: skip
+    log = load_log(
+        write(tmp_path / "a.jsonl", step(1, 0.2, **{"perf/step_time": None}), step(2, 0.4, **{"perf/step_time": None}))
+    )
     assert summarize(log)["metrics"]["mfu"]["mean"] == pytest.approx(0.3)
 
 
 def test_which_run(tmp_path: Path) -> None:
     log = load_log(write(tmp_path / "a.jsonl", START, step(1), START | {"model": "other"}, step(2)))
     assert [(summarize(log, run)["model"], summarize(log, run)["last_step"]) for run in (1, 2, None)] == [
-        ("tiny", 1), ("other", 2), ("other", 2),
-    ]  # fmt: skip
+        ("tiny", 1),
+        ("other", 2),
+        ("other", 2),
+    ]
     for run in (0, 3):
         with pytest.raises(FlopcalcError, match=f"has no run {run}: it holds 2, and 1 is the first"):
             summarize(log, run)

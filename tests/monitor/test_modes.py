@@ -411,9 +411,10 @@ def test_shapes_alone() -> None:
     batch = make(model)
     mask = torch.ones(2, 30, dtype=torch.long)
     stand_in = {
-        "input_ids": SimpleNamespace(shape=(2, 30)), "attention_mask": SimpleNamespace(shape=mask.shape),
+        "input_ids": SimpleNamespace(shape=(2, 30)),
+        "attention_mask": SimpleNamespace(shape=mask.shape),
         "use_cache": False,
-    }  # fmt: skip
+    }
     assert Copy(model).count([stand_in]) == count(model, [batch]).full
     embedded = {"inputs_embeds": SimpleNamespace(shape=(2, 30, model.config.hidden_size))}
     assert Copy(model).count([embedded]) > 0
@@ -711,8 +712,12 @@ def test_smart_measures_each_class_with_the_counters(gpu: type[FakeCounter]) -> 
     gpu.answers = [1133, 1200]
     source = make_source(Settings(), OnGpu(), Said())
     assert [sample(source, step, kind) for step, kind in enumerate([TEXT, TEXT, IMAGES, TEXT, IMAGES])] == [
-        False, True, False, False, True,
-    ]  # fmt: skip
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert source.factor(TEXT) == Factor(1133 / 1100, "smart: cupti at step 1", False)
     assert source.factor(IMAGES) == Factor(1200 / 1100, "smart: cupti at step 4", False)
     assert source.factor("other") == Factor(1.0, "smart: estimate (not measured yet)")
@@ -750,8 +755,9 @@ def test_another_dtype_s_tensor_cores(mode: str, gpu: type[FakeCounter], monkeyp
     source = make_source(Settings(mode=mode), OnGpu(torch.float32), said)
     assert [sample(source, step) for step in range(4)] == [False, True, True, False]
     assert [counter.counters for counter in gpu.made] == [
-        [cupti.TENSOR_COUNTERS["bf16"]], [cupti.TENSOR_COUNTERS["tf32"]],
-    ]  # fmt: skip
+        [cupti.TENSOR_COUNTERS["bf16"]],
+        [cupti.TENSOR_COUNTERS["tf32"]],
+    ]
     assert gpu.made[0].is_closed
     assert source.factor(TEXT) == Factor(1133 / 1100, f"{mode}: cupti at step 2", False)
     assert said == []
@@ -823,25 +829,31 @@ NO_COUNTERS = "no hardware counters (refused)"
         ({}, True, True, "hybrid: cupti at step 1", []),
         ({}, False, True, "hybrid: profiler at step 1", [f"hybrid: {NO_COUNTERS}: on the profiler"]),
         (
-            {}, False, False, f"hybrid: estimate ({NO_COUNTERS}; no profiler (ImportError: no kineto))",
+            {},
+            False,
+            False,
+            f"hybrid: estimate ({NO_COUNTERS}; no profiler (ImportError: no kineto))",
             [
                 f"hybrid: {NO_COUNTERS}: on the profiler",
                 f"hybrid: on the estimate from here on: {NO_COUNTERS}; no profiler (ImportError: no kineto)",
             ],
         ),
         (
-            {"fallback_to_profiler": False}, False, True,
+            {"fallback_to_profiler": False},
+            False,
+            True,
             f"hybrid: estimate ({NO_COUNTERS}, and hybrid_mode.fallback_to_profiler is false)",
-            [
-                f"hybrid: on the estimate from here on: {NO_COUNTERS}, and hybrid_mode.fallback_to_profiler is false"
-            ],
+            [f"hybrid: on the estimate from here on: {NO_COUNTERS}, and hybrid_mode.fallback_to_profiler is false"],
         ),
         (
-            {"hardware_counters_enabled": False}, True, True, "hybrid: profiler at step 1",
+            {"hardware_counters_enabled": False},
+            True,
+            True,
+            "hybrid: profiler at step 1",
             ["hybrid: no hardware counters (hybrid_mode.hardware_counters_enabled is false): on the profiler"],
         ),
     ],
-)  # fmt: skip
+)
 def test_hybrid_says_what_it_is_on(
     settings: dict[str, Any],
     has_counters: bool,
@@ -900,8 +912,11 @@ class FakeGauge:
         self.opened = (index, uuid)
         self.is_closed = False
         self.answers = [
-            None, gpm.Activity(0.5, 0.9, 0.25, 1.0), gpm.Activity(reason="GPM sample failed"), gpm.Activity(0.5, 0.9),
-        ]  # fmt: skip
+            None,
+            gpm.Activity(0.5, 0.9, 0.25, 1.0),
+            gpm.Activity(reason="GPM sample failed"),
+            gpm.Activity(0.5, 0.9),
+        ]
 
     def read(self) -> gpm.Activity | None:
         return self.answers.pop(0)

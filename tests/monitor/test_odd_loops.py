@@ -224,7 +224,7 @@ def test_the_step_after_a_block_that_raised(tmp_path: Path) -> None:
     monitor.close()
     assert [record["perf/model_flops"] for record in read_steps(tmp_path)] == [
         estimate_flops(model, batch=BATCH).total
-    ] * 5  # fmt: skip
+    ] * 5
 
 
 def test_what_a_block_logs_adds_up(tmp_path: Path) -> None:

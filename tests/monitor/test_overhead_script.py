@@ -78,22 +78,28 @@ def test_toy_run_writes_every_part(
     assert {"device", "torch", "commit", "date", "parameters"} <= set(about)
     assert {row["arm"]: row["steps"] for row in found["arms"]} == {"none": 2, "none2": 2, "estimate": 2, "smart": 2}
     assert [(row["loop"], row["mode"], row["what"]) for row in found["host"]] == [
-        ("plain loop", "smart", "mask on the device"), ("plain loop", "estimate", "mask on the device"),
-        ("plain loop", "estimate", "no mask"), ("plain loop", "smart", "the same mask in every step"),
+        ("plain loop", "smart", "mask on the device"),
+        ("plain loop", "estimate", "mask on the device"),
+        ("plain loop", "estimate", "no mask"),
+        ("plain loop", "smart", "the same mask in every step"),
         ("Trainer", "smart", "mask on the device"),
-    ]  # fmt: skip
+    ]
     assert all(row["plain_us_median"] > 0 and row["steps"] == 2 for row in found["host"])
     assert [(row["mode"], row["source"].endswith(" at step 10")) for row in found["measured"]] == [
-        ("smart", True), ("hybrid", True), ("profiler", True),
-    ]  # fmt: skip
+        ("smart", True),
+        ("hybrid", True),
+        ("profiler", True),
+    ]
     assert [row["failures"] for part in ("host", "measured", "agreement") for row in found[part]] == [[]] * 9
     (agreement,) = found["agreement"]
     assert agreement["reported_step_ms"] > 0
     assert agreement["ratio"] is None
     assert agreement["reason"] == "CountersUnavailable: no CUDA device here"
     assert [row["part"] for row in found["problems"]] == [
-        "waiting, no mask", "waiting, mask on the device", "waiting, image_grid_thw on the device",
-    ]  # fmt: skip
+        "waiting, no mask",
+        "waiting, mask on the device",
+        "waiting, image_grid_thw on the device",
+    ]
     assert [row["met"] for row in found["goals"]] == [None] * 7
     assert capsys.readouterr().out.endswith(show_without_torch(path))
 

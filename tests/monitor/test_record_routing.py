@@ -23,10 +23,17 @@ def make_model() -> Any:
     torch.manual_seed(0)
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=64, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 def train(model: Any, seed: int = 1) -> None:

@@ -156,14 +156,23 @@ A, B, C = (
             200,
             "performance_monitoring.measure_flops_frequency = 200, monitor.freq.flops_profile_freq = 300",
         ),
-        (C | A, 100, 100, "the constructor's flops_profile_freq = 100, monitoring.flops_profile_freq = 100, "
-         "monitor.freq.flops_profile_freq = 300"),
+        (
+            C | A,
+            100,
+            100,
+            "the constructor's flops_profile_freq = 100, monitoring.flops_profile_freq = 100, "
+            "monitor.freq.flops_profile_freq = 300",
+        ),
         (Settings(flops_profile_freq=9), DEFAULT_FREQ, 9, None),
         (Settings(), 8, 8, None),
-        (Settings(flops_profile_freq=9), 8, 8,
-         "the constructor's flops_profile_freq = 8, the settings' flops_profile_freq = 9"),
+        (
+            Settings(flops_profile_freq=9),
+            8,
+            8,
+            "the constructor's flops_profile_freq = 8, the settings' flops_profile_freq = 9",
+        ),
     ],
-)  # fmt: skip
+)
 def test_which_frequency_wins(config: Any, argument: int, frequency: int, disagreement: str | None) -> None:
     settings, warnings = load_settings(config, argument)
     assert settings.flops_profile_freq == frequency
@@ -194,14 +203,22 @@ def test_frequency_of_a_phase(given: dict[str, int] | None, frequency: int, expe
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"monitoring": {"flops_profil_freq": 1}}, "unknown key 'monitoring.flops_profil_freq'. "
-         "Did you mean monitoring.flops_profile_freq, "),
-        ({"monitoring": {"mode": "smart"}}, "unknown key 'monitoring.mode'. "
-         "Did you mean monitoring.mfu_calculation_mode, wandb.mode?"),
-        ({"monitoring": {"initial_profiling": True}}, "unknown key 'monitoring.initial_profiling'. "
-         "Did you mean smart_mode.initial_profiling?"),
-        ({"monitoring": {"phase_frequencies": {"warm": 1}}}, "unknown key 'monitoring.phase_frequencies.warm'. "
-         "Did you mean monitoring.phase_frequencies.warmup"),
+        (
+            {"monitoring": {"flops_profil_freq": 1}},
+            "unknown key 'monitoring.flops_profil_freq'. Did you mean monitoring.flops_profile_freq, ",
+        ),
+        (
+            {"monitoring": {"mode": "smart"}},
+            "unknown key 'monitoring.mode'. Did you mean monitoring.mfu_calculation_mode, wandb.mode?",
+        ),
+        (
+            {"monitoring": {"initial_profiling": True}},
+            "unknown key 'monitoring.initial_profiling'. Did you mean smart_mode.initial_profiling?",
+        ),
+        (
+            {"monitoring": {"phase_frequencies": {"warm": 1}}},
+            "unknown key 'monitoring.phase_frequencies.warm'. Did you mean monitoring.phase_frequencies.warmup",
+        ),
         ({"monitor": {"frequ": {}}}, "unknown key 'monitor.frequ'. Did you mean monitor.freq"),
         ({"smartmode": {}}, "unknown key 'smartmode'. Did you mean smart_mode"),
         ({"zzz": 1}, "unknown key 'zzz'. Known sections: distributed, hybrid_mode, mlflow, monitor, "),
@@ -209,15 +226,19 @@ def test_frequency_of_a_phase(given: dict[str, int] | None, frequency: int, expe
         ({"monitoring.detail_every": 1}, "key 'monitoring.detail_every': write sections as nested mappings"),
         ({"monitoring": 3}, "monitoring is a section of keys, not 3"),
         ({"monitor": {"freq": 100}}, "monitor.freq is a section of keys, not 100"),
-        ({"monitoring": {"flops_profile_freq": 0}}, "monitoring.flops_profile_freq: must be a whole number of at "
-         "least 1; read 0"),
+        (
+            {"monitoring": {"flops_profile_freq": 0}},
+            "monitoring.flops_profile_freq: must be a whole number of at least 1; read 0",
+        ),
         ({"monitoring": {"flops_profile_freq": True}}, "must be a whole number of at least 1; read True"),
         ({"monitoring": {"flops_profile_freq": 10.0}}, "must be a whole number of at least 1; read 10.0"),
         ({"monitoring": {"flops_profile_freq": "10"}}, "must be a whole number of at least 1; read '10'"),
         ({"monitoring": {"flops_profile_freq": None}}, "monitoring.flops_profile_freq is empty: give a value"),
         ({"monitoring": {"phase_frequencies": {"main": -1}}}, "monitoring.phase_frequencies.main: must be a whole"),
-        ({"monitoring": {"mfu_calculation_mode": "fast"}}, "monitoring.mfu_calculation_mode: must be one of smart, "
-         "profiler, estimate, hybrid; read 'fast'"),
+        (
+            {"monitoring": {"mfu_calculation_mode": "fast"}},
+            "monitoring.mfu_calculation_mode: must be one of smart, profiler, estimate, hybrid; read 'fast'",
+        ),
         ({"monitoring": {"mfu_calculation_mode": ["smart"]}}, "must be one of smart, profiler, estimate, hybrid"),
         ({"monitoring": {"sinks": "jsonl"}}, "monitoring.sinks: must be a list of jsonl, wandb, tensorboard, mlflow"),
         ({"monitoring": {"sinks": ["csv"]}}, "must be one of jsonl, wandb, tensorboard, mlflow; read ['csv']"),
@@ -245,7 +266,7 @@ def test_frequency_of_a_phase(given: dict[str, int] | None, frequency: int, expe
         ({"distributed": {"timeout_s": 0}}, "distributed.timeout_s: must be a number above 0; read 0"),
         ({"distributed": {"tensor_parallel": 0}}, "distributed.tensor_parallel: must be a whole number"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_config_is_named(config: dict[Any, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=r"^config: ") as caught:
         load_settings(config)
@@ -283,8 +304,11 @@ def make_bomb() -> str:
     ("name", "text", "message"),
     [
         ("a.yaml", "monitoring: {a: [}\n", "not valid YAML: expected the node content, but found '}' in line 1"),
-        ("a.yaml", "monitoring:\n  detail_every: 1\n  save_every: 2\n  detail_every: 3\n",
-         "line 4: key 'detail_every' stands twice"),
+        (
+            "a.yaml",
+            "monitoring:\n  detail_every: 1\n  save_every: 2\n  detail_every: 3\n",
+            "line 4: key 'detail_every' stands twice",
+        ),
         ("a.yaml", "wandb: {}\nwandb: {}\n", "line 2: key 'wandb' stands twice"),
         ("a.yaml", "- monitoring\n", "holds ['monitoring'], not a mapping of settings"),
         ("a.yaml", "a: 1\n---\nb: 2\n", "not valid YAML: but found another document in line 2"),
@@ -301,7 +325,7 @@ def make_bomb() -> str:
         ("a.yaml", make_bomb(), "more than 10,000 entries, the most that is read"),
         ("a.txt", "", "a monitor's config is a .yaml, .yml, .json, .toml file"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = write(tmp_path, name, text)
     with pytest.raises(ConfigError, match=r"^" + re.escape(f"{path}: {message}")) as caught:

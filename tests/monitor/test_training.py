@@ -262,10 +262,16 @@ def make_frozen_tower() -> tuple[Any, list[Any]]:
 @pytest.mark.parametrize(
     "make",
     [
-        make_padded, make_plain, make_packed_by_positions, make_packed_by_lengths, make_images, make_lora, make_frozen,
+        make_padded,
+        make_plain,
+        make_packed_by_positions,
+        make_packed_by_lengths,
+        make_images,
+        make_lora,
+        make_frozen,
         make_frozen_tower,
     ],
-)  # fmt: skip
+)
 def test_flops_and_sizes_are_those_of_the_batch(
     make: Callable[[], tuple[Any, list[Any]]], is_given: bool, tmp_path: Path, clock: Clock
 ) -> None:
@@ -605,9 +611,14 @@ def test_datasets_are_summed_and_sent_every_so_many_steps(tmp_path: Path, clock:
     sent = {record["global_step"]: record for record in records if any(key.startswith("dataset/") for key in record)}
     assert list(sent) == [2, 4]
     assert {key: value for key, value in sent[2].items() if key.startswith("dataset/")} == {
-        "dataset/books/samples": 4, "dataset/books/tokens": 36, "dataset/books/share": 36 / 54,
-        "dataset/web/samples": 2, "dataset/web/tokens": 18, "dataset/web/share": 18 / 54, "dataset/web/loss": 2,
-    }  # fmt: skip
+        "dataset/books/samples": 4,
+        "dataset/books/tokens": 36,
+        "dataset/books/share": 36 / 54,
+        "dataset/web/samples": 2,
+        "dataset/web/tokens": 18,
+        "dataset/web/share": 18 / 54,
+        "dataset/web/loss": 2,
+    }
     assert sent[4]["dataset/web/samples"] == 2 + 6
     assert sent[4]["dataset/web/tokens"] == 18 + 54
 

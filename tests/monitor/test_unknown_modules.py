@@ -99,9 +99,11 @@ def make_llava() -> tuple[Any, dict[str, Any]]:
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**text, image_size=28, patch_size=14),
-        text_config=transformers.LlamaConfig(**text, vocab_size=101), image_token_id=99, image_token_index=99,
+        text_config=transformers.LlamaConfig(**text, vocab_size=101),
+        image_token_id=99,
+        image_token_index=99,
         vision_feature_layer=-1,
-    )  # fmt: skip
+    )
     ids = torch.arange(20).reshape(2, 10) + 3
     ids[:, 1:5] = 99
     batch = {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(2, 3, 28, 28)}
@@ -124,9 +126,10 @@ def make_classifier() -> tuple[Any, dict[str, Any]]:
 def test_smart_measures_under_autocast(make: Any, tmp_path: Path) -> None:
     model, batch = make()
     with (
-        TrainingMonitor(tmp_path, SMART, model=model.train()) as monitor, monitor.step(),
+        TrainingMonitor(tmp_path, SMART, model=model.train()) as monitor,
+        monitor.step(),
         torch.autocast("cpu", torch.bfloat16),
-    ):  # fmt: skip
+    ):
         model(**batch).loss.backward()
     (record,) = read_log(tmp_path / "flopcalc.jsonl")
     assert (record["perf/source"], record["perf/factor"]) == ("smart: operator counter at step 1", 1.0)

@@ -97,9 +97,13 @@ def test_adapters_run_beside_joined_products() -> None:
     found = [each for each in make("llama-3.1-8b", recipe=recipe).products if each.direction == "forward"]
     shapes = {(each.module.rpartition(".")[2], each.n, each.k) for each in found if "self_attn" in each.module}
     assert shapes == {
-        ("q_proj+k_proj+v_proj", 6144, 4096), ("q_proj", 8, 4096), ("q_proj", 4096, 8), ("v_proj", 8, 4096),
-        ("v_proj", 1024, 8), ("o_proj", 4096, 4096),
-    }  # fmt: skip
+        ("q_proj+k_proj+v_proj", 6144, 4096),
+        ("q_proj", 8, 4096),
+        ("q_proj", 4096, 8),
+        ("v_proj", 8, 4096),
+        ("v_proj", 1024, 8),
+        ("o_proj", 4096, 4096),
+    }
 
 
 @pytest.mark.parametrize(
@@ -134,8 +138,11 @@ def test_products_are_cut_by_their_side(layout: Layout, sizes: dict[str, tuple[i
 def test_sequence_parallelism_cuts_what_has_the_residuals_width(is_spread: bool, wide: int) -> None:
     work = make()
     cut = cut_work(work, Layout(tp=4, is_sequence_parallel=is_spread))
-    shares = {(one.width, one.reads / other.reads) for one, other in zip(work.moved, cut.moved, strict=True)
-              if one.direction != "optimizer"}  # fmt: skip
+    shares = {
+        (one.width, one.reads / other.reads)
+        for one, other in zip(work.moved, cut.moved, strict=True)
+        if one.direction != "optimizer"
+    }
     assert shares == {("wide", wide), ("narrow", 4)}
 
 
@@ -150,7 +157,7 @@ def test_a_ring_is_cut_into_calls() -> None:
     assert [(each.direction, each.kind, each.reads, each.writes) for each in added] == [
         ("forward", "pointwise", 6 * queries, 4 * queries),
         ("backward", "pointwise", 4 * (queries + 2 * keys), 2 * (queries + 2 * keys)),
-    ]  # fmt: skip
+    ]
 
 
 def test_experts_are_cut_by_copies() -> None:

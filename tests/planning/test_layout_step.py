@@ -203,8 +203,10 @@ def test_a_plain_all_to_all_sends_every_copy(monkeypatch: pytest.MonkeyPatch) ->
     )
     size = 2 * 2048 * 2 * 4096  # bytes of two copies of every token
     sorting = 2 * 2 * 2 * size / (FITTED.sorted * 4.8e12)  # dispatch and combine, read and written, both passes
-    sent = [2 * 2 * time_collective(find_interconnect("hgx-h200", "h200"), "all_to_all", many * size, 4)
-            for many in (count_reached(4, 2) / 2, 1.0)]  # fmt: skip
+    sent = [
+        2 * 2 * time_collective(find_interconnect("hgx-h200", "h200"), "all_to_all", many * size, 4)
+        for many in (count_reached(4, 2) / 2, 1.0)
+    ]
     assert once == pytest.approx(32 * sent[0])
     assert often == pytest.approx(32 * (sent[1] + sorting))
 

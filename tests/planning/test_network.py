@@ -23,8 +23,8 @@ GB = 1e9
 OWN = '[[interconnect]]\nid = "mine"\nname = "x"\ndevices = ["t4"]\nlike = "hgx-h200"\nsource = "s"\ndate = "d"\n'
 # Nodes of 4 with 100 GB/s inside; one port of 10 GB/s a device, always filled.
 NET = Interconnect(
-    "net", "", (), 4, ((1.0, 100 * GB), (1e12, 100 * GB)), 0.5, 1e-6, 10 * GB, 0.0, ((1.0, 1.0), (1e12, 1.0)), "", "",
-)  # fmt: skip
+    "net", "", (), 4, ((1.0, 100 * GB), (1e12, 100 * GB)), 0.5, 1e-6, 10 * GB, 0.0, ((1.0, 1.0), (1e12, 1.0)), "", ""
+)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,12 @@ def test_a_rack_of_72_is_one_node() -> None:
 def test_devices_without_a_network_are_known() -> None:
     devices = {device.id for device in load_devices()[0]}
     assert devices - {device for net in load_interconnects().values() for device in net.devices} == {
-        "mi250x-gcd", "mi250x-package", "jetson-agx-orin-64gb", "jetson-t5000",
+        "mi250x-gcd",
+        "mi250x-package",
+        "jetson-agx-orin-64gb",
+        "jetson-t5000",
         *(each for each in devices if each.startswith("apple-")),
-    }  # fmt: skip
+    }
 
 
 def test_every_interconnect_has_what_it_needs() -> None:

@@ -111,9 +111,7 @@ def test_images_are_part_of_the_question(execution: Execution) -> None:
 
     estimator = bind("qwen2-vl-2b", convention="hardware", device="h200")
     grid = [[1, 16, 16]]
-    one = predict_estimate(
-        estimator(2, 256, image_grid_thw=grid * 2), device="h200", execution=execution, advise=False
-    )  # fmt: skip
+    one = predict_estimate(estimator(2, 256, image_grid_thw=grid * 2), device="h200", execution=execution, advise=False)
     found = plan(
         estimator, tokens=1, device="h200", gpus=1, global_batch=2, micro_batch=2, recompute="none",
         execution=execution, optimizer="adamw", workload=make_workload(1, 256, image_grid_thw=grid),

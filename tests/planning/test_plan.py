@@ -85,16 +85,22 @@ def test_hfu_counts_what_is_computed_again() -> None:
 
 @pytest.mark.parametrize(
     ("seq", "batch", "dtype", "recompute"),
-    thin([
-        (1000, 3, "bf16", "full"), (1000, 3, "bf16", "none"), (1024, 4, "fp16", "none"), (333, 1, None, "full"),
-        (512, 2, "fp8", "none"),
-    ], 1),
-)  # fmt: skip
+    thin(
+        [
+            (1000, 3, "bf16", "full"),
+            (1000, 3, "bf16", "none"),
+            (1024, 4, "fp16", "none"),
+            (333, 1, None, "full"),
+            (512, 2, "fp8", "none"),
+        ],
+        1,
+    ),
+)
 def test_hfu_is_that_of_an_estimate(seq: int, batch: int, dtype: str | None, recompute: str) -> None:
     """What the H200's kernels and tiles execute, for the plan of one GPU, with a bound device and without."""
     found = make_plan(
         gpus=1, seq_len=seq, global_batch=2 * batch, micro_batch=batch, recompute=recompute, dtype=dtype
-    ).best[0]  # fmt: skip
+    ).best[0]
     recipe = {"recompute": "full-reentrant" if recompute == "full" else recompute}
     for device in ("h200", None):
         estimate = bind(GPT, device=device, dtype=dtype, recipe=recipe)(batch, seq) * 2
@@ -265,10 +271,15 @@ def test_energy_needs_a_known_power() -> None:
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        ("2T", 2 * 10**12), ("15.6T", 15_600_000_000_000), ("300b", 3 * 10**11), ("1_000", 1000), (7, 7),
-        ("1e12", 10**12), (2e12, 2 * 10**12),
+        ("2T", 2 * 10**12),
+        ("15.6T", 15_600_000_000_000),
+        ("300b", 3 * 10**11),
+        ("1_000", 1000),
+        (7, 7),
+        ("1e12", 10**12),
+        (2e12, 2 * 10**12),
     ],
-)  # fmt: skip
+)
 def test_tokens(text: str | float, tokens: int) -> None:
     assert parse_tokens(text) == tokens
 
@@ -276,10 +287,14 @@ def test_tokens(text: str | float, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("tokens", "text"),
     [
-        (1, "1 token"), (2, "2 tokens"), (2 * 10**12, "2.00T tokens"), (999 * 10**12, "999.00T tokens"),
-        (10**15, "1,000T tokens"), (10**18, "1,000,000T tokens"),
+        (1, "1 token"),
+        (2, "2 tokens"),
+        (2 * 10**12, "2.00T tokens"),
+        (999 * 10**12, "999.00T tokens"),
+        (10**15, "1,000T tokens"),
+        (10**18, "1,000,000T tokens"),
     ],
-)  # fmt: skip
+)
 def test_tokens_in_words(tokens: int, text: str) -> None:
     assert format_tokens(tokens) == text
 
@@ -454,9 +469,7 @@ def test_the_busiest_rank_keeps_its_rows(execution: Any, grows: bool) -> None:
     """Experts keep both products' inputs and what the activation function reads, of every row that they get."""
     given: dict[str, Any] = {"tokens": "1B", "device": "h200", "gpus": 8, "ep": 8, "tp": 1, "pp": 1, "zero": 3}
     given |= {"micro_batch": 1, "global_batch": 64, "seq_len": 4096, "recompute": "none", "top": 1}
-    even, uneven = (
-        plan("qwen3-30b-a3b", **given, execution=execution, expert_imbalance=rows) for rows in (1.0, 1.5)
-    )  # fmt: skip
+    even, uneven = (plan("qwen3-30b-a3b", **given, execution=execution, expert_imbalance=rows) for rows in (1.0, 1.5))
     kept = 48 * 8 * 4096 * 2 * (2048 + 2 * 768 + 768)
     more = uneven.best[0].memory.activations - even.best[0].memory.activations
     assert more == (pytest.approx(0.5 * kept, rel=1e-3) if grows else 0)

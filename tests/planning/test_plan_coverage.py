@@ -26,13 +26,21 @@ def list_notes(**settings: object) -> str:
 @pytest.mark.parametrize(
     ("zero", "longer", "words"),
     [
-        (1, 0.0, "9 of 10 published runs of this kind (dense, zero 0 to 2) lie inside the interval, and the median one "
-                 "took as long as predicted"),
-        (3, 0.5, "3 of 4 published runs of this kind (dense, zero 3) lie inside the interval, and the median one took "
-                 "50 % longer than predicted"),
+        (
+            1,
+            0.0,
+            "9 of 10 published runs of this kind (dense, zero 0 to 2) lie inside the interval, and the median one "
+            "took as long as predicted",
+        ),
+        (
+            3,
+            0.5,
+            "3 of 4 published runs of this kind (dense, zero 3) lie inside the interval, and the median one took "
+            "50 % longer than predicted",
+        ),
         (3, -0.1, "took 10 % shorter than predicted"),
     ],
-)  # fmt: skip
+)
 def test_words(monkeypatch: pytest.MonkeyPatch, zero: int, longer: float, words: str) -> None:
     kinds = {**KINDS, "dense, zero 3": {**KINDS["dense, zero 3"], "longer": longer}}
     monkeypatch.setattr(coverage, "load_coverage", lambda: kinds)

@@ -147,8 +147,9 @@ def test_an_mlp_without_a_gate_has_no_product_with_it() -> None:
 @pytest.mark.usefixtures("borrowed_falcon")
 def test_what_is_frozen_owes_no_gradient() -> None:
     """The model's own names tell what trains: weights of a frozen norm get no gradient's operators."""
-    whole, frozen = (pick(read(recipe=recipe), "transformer.ln_f", "backward")
-                     for recipe in (None, {"freeze": ["transformer.ln_f"]}))  # fmt: skip
+    whole, frozen = (
+        pick(read(recipe=recipe), "transformer.ln_f", "backward") for recipe in (None, {"freeze": ["transformer.ln_f"]})
+    )
     assert sum(frozen.values()) < sum(whole.values())
 
 

@@ -58,9 +58,13 @@ def test_recurrent_states_are_cached_whatever_the_length(model: str, kv_cache: s
 
 
 SIZES = {
-    "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 48, "num_attention_heads": 48,
-    "num_key_value_heads": 8, "vocab_size": 92544,
-}  # fmt: skip
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "vocab_size": 92544,
+}
 
 
 def write_spec(folder: Path) -> Path:
@@ -125,11 +129,17 @@ def test_a_plan_takes_a_spec_too(tmp_path: Path) -> None:
         ("gpt2", {"c_attn": ("column", 1536, 12), "c_fc": ("column", 0, 0)}),
         (
             "deepseek-v3",
-            {"q_a_proj": ("whole", 0, 0), "q_b_proj": ("column", 0, 0), "kv_a_proj_with_mqa": ("whole", 0, 0),
-             "kv_b_proj": ("column", 0, 0), "o_proj": ("row", 0, 0), "experts": ("expert", 0, 0)},
+            {
+                "q_a_proj": ("whole", 0, 0),
+                "q_b_proj": ("column", 0, 0),
+                "kv_a_proj_with_mqa": ("whole", 0, 0),
+                "kv_b_proj": ("column", 0, 0),
+                "o_proj": ("row", 0, 0),
+                "experts": ("expert", 0, 0),
+            },
         ),
     ],
-)  # fmt: skip
+)
 def test_how_tensor_parallelism_cuts_projections(model: str, sides: dict[str, tuple[str, int, int]]) -> None:
     from flopcalc.core.model.ops import iterate
 

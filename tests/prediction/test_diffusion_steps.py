@@ -26,9 +26,13 @@ def test_measured_steps_lie_in_their_intervals(name: str, row: dict[str, object]
 
 @pytest.mark.parametrize(
     ("model", "parts", "is_recorded"),
-    [("flux.1-dev", "denoiser", True), ("sd3.5-large", "denoiser", True), ("flux.1-dev", None, False),
-     ("pixart-sigma", "denoiser", False)],
-)  # fmt: skip
+    [
+        ("flux.1-dev", "denoiser", True),
+        ("sd3.5-large", "denoiser", True),
+        ("flux.1-dev", None, False),
+        ("pixart-sigma", "denoiser", False),
+    ],
+)
 def test_recorded_denoisers_borrow_nothing(model: str, parts: str | None, is_recorded: bool) -> None:
     found = predict(model, device="h200", images=[(1024, 1024)], sampling_steps=2, parts=parts)
     assert found.evidence["operators_recorded"] is is_recorded

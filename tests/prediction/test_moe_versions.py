@@ -37,9 +37,19 @@ def load_script(name: str) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("version", "forward", "backward", "copies"),
-    [("4.57.1", 0, 0, 0), ("5.5", 0, 0, 0), ("5.6.2", 1, 1, 1), ("5.8", 2, 2, 2), ("5.16.1", 2, 2, 2),
-     ("5.17", 3, 3, 5), ("5.17.0", 3, 3, 5), ("5.18.0", 0, 0, 0), ("5.22.2", 0, 0, 0), ("6.0", 0, 0, 0)],
-)  # fmt: skip
+    [
+        ("4.57.1", 0, 0, 0),
+        ("5.5", 0, 0, 0),
+        ("5.6.2", 1, 1, 1),
+        ("5.8", 2, 2, 2),
+        ("5.16.1", 2, 2, 2),
+        ("5.17", 3, 3, 5),
+        ("5.17.0", 3, 3, 5),
+        ("5.18.0", 0, 0, 0),
+        ("5.22.2", 0, 0, 0),
+        ("6.0", 0, 0, 0),
+    ],
+)
 def test_masks_of_versions(version: str, forward: int, backward: int, copies: int) -> None:
     rows = list_masks(version)
     counts = [sum(row[2] for row in rows if row[0] == way and row[1] == MASKED) for way in "fb"]
@@ -57,9 +67,7 @@ def test_other_words_are_no_version(text: Any) -> None:
 @pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("full", 2)])
 def test_masked_bytes_are_those_of_routed_rows(recompute: str, forwards: int) -> None:
     estimator = bind(OLMOE, recipe={"recompute": recompute}, convention="hardware", device="h200")
-    found = {
-        version: make_work(estimator, make_workload(2, 16), transformers=version) for version in ("5.17", "5.22")
-    }  # fmt: skip
+    found = {version: make_work(estimator, make_workload(2, 16), transformers=version) for version in ("5.17", "5.22")}
     masked = [each for each in found["5.17"].moved if each.kind == MASKED]
     rows, wide, inner = 2 * 16 * 2, 256, 2 * 128
     passes = forwards + 1  # and the backward pass
@@ -105,9 +113,12 @@ def test_a_type_without_a_recording_gets_the_operators_of_experts() -> None:
 
 @pytest.mark.parametrize(
     ("lora", "autocast", "casts"),
-    [({"r": 4, "targets": ["q_proj"]}, False, (2, 3)), ({"r": 4, "targets": ["q_proj"]}, True, (4, 4)),
-     ({"r": 4, "targets": ["q_proj"], "dtype": "bf16"}, False, (0, 0))],
-)  # fmt: skip
+    [
+        ({"r": 4, "targets": ["q_proj"]}, False, (2, 3)),
+        ({"r": 4, "targets": ["q_proj"]}, True, (4, 4)),
+        ({"r": 4, "targets": ["q_proj"], "dtype": "bf16"}, False, (0, 0)),
+    ],
+)
 def test_casts_of_adapters(lora: dict[str, Any], autocast: bool, casts: tuple[int, int]) -> None:
     """What is cast for an adapter, in the forward and in the backward pass of a layer."""
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -131,8 +142,10 @@ def test_weights_of_four_bits_are_made_whole_before_each_product() -> None:
     module = "model.layers.*.self_attn.k_proj"
     found = [each for each in work.moved if each.kind == "dequantize" and each.module == module]
     assert {(each.direction, each.is_again, each.calls) for each in found} == {
-        ("forward", False, 16), ("forward", True, 16), ("backward", False, 16),
-    }  # fmt: skip
+        ("forward", False, 16),
+        ("forward", True, 16),
+        ("backward", False, 16),
+    }
     assert {(each.reads, each.writes) for each in found} == {(512 * 2048 / 2, 2.0 * 512 * 2048)}
 
 

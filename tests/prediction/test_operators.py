@@ -101,16 +101,18 @@ def test_an_unknown_name_is_named() -> None:
 
 def test_a_norm_by_hand() -> None:
     """HF's RMSNorm: to float32, square, mean, add eps, rsqrt, scale, back to bf16, times the weight."""
-    assert pick(read(), "model.layers.*.input_layernorm", "forward") == sorted([
-        ("cast", X, F, LAYERS),
-        ("pointwise", F, F, LAYERS),
-        ("reduce", F, T * 4, LAYERS),
-        ("pointwise", T * 4, T * 4, 2 * LAYERS),
-        ("pointwise_strided_wide", F + T * 4, F, LAYERS),
-        ("cast", F, X, LAYERS),
-        ("pointwise_strided", X + D * 2, X, LAYERS),
-        ("module", 0, 0, LAYERS),
-    ])  # fmt: skip
+    assert pick(read(), "model.layers.*.input_layernorm", "forward") == sorted(
+        [
+            ("cast", X, F, LAYERS),
+            ("pointwise", F, F, LAYERS),
+            ("reduce", F, T * 4, LAYERS),
+            ("pointwise", T * 4, T * 4, 2 * LAYERS),
+            ("pointwise_strided_wide", F + T * 4, F, LAYERS),
+            ("cast", F, X, LAYERS),
+            ("pointwise_strided", X + D * 2, X, LAYERS),
+            ("module", 0, 0, LAYERS),
+        ]
+    )
 
 
 def test_an_mlp_by_hand() -> None:
@@ -434,8 +436,12 @@ def test_images_belong_to_the_tower() -> None:
     assert {row.direction for row in vision} == {"forward"}
     assert {row.group for row in vision} == {"vision"}
     trained = list_operators(bind("qwen2-vl-2b"), load)
-    (gelu,) = [row for row in trained.rows if (row.module, row.kind, row.direction) == (
-        "model.visual.blocks.*.mlp.act", "pointwise", "backward") and row.writes == 64 * 5120 * 2][:1]  # fmt: skip
+    (gelu,) = [
+        row
+        for row in trained.rows
+        if (row.module, row.kind, row.direction) == ("model.visual.blocks.*.mlp.act", "pointwise", "backward")
+        and row.writes == 64 * 5120 * 2
+    ][:1]
     assert gelu.group == "vision"
 
 

@@ -24,8 +24,12 @@ def test_spans_of_a_small_step() -> None:
     spans: list[Span] = []
     seconds = run([Segment(1.0, 5.0, 1.0), Segment(2.0, 1.0, 1.0, 1.0)], spans=spans)
     assert [(span.track, span.segment) for span in spans] == [
-        ("host", 0), ("device", 0), ("waits", 1), ("host", 1), ("device", 1),
-    ]  # fmt: skip
+        ("host", 0),
+        ("device", 0),
+        ("waits", 1),
+        ("host", 1),
+        ("device", 1),
+    ]
     lengths = [span.end_s - span.start_s for span in spans]
     assert lengths == pytest.approx([1.0, 5.0, 4.0, 2.0, 2.0])
     assert seconds == pytest.approx(7.0)
@@ -44,8 +48,10 @@ def test_a_trace_of_a_device_bound_step(grad_accum: int) -> None:
     assert names.index("backward model.layers.15.mlp.up_proj") < names.index("backward model.layers.0.mlp.up_proj")
     assert names[-1] == "optimizer"
     assert {event["args"]["name"] for event in made["traceEvents"] if event["name"] == "thread_name"} == {
-        "host (CPU)", "device (GPU)", "host waits for the device",
-    }  # fmt: skip
+        "host (CPU)",
+        "device (GPU)",
+        "host waits for the device",
+    }
     assert [event for event in events if event["cat"] == "waits"]
     for track in ("host", "device"):  # nothing overlaps
         spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == track)

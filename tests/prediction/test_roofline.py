@@ -29,9 +29,12 @@ def find(config: Any, recipe: dict[str, Any] | None = None, optimizer: str = "ad
 
 CACHE = LAYERS * 2 * KV * HD  # keys and values that one position leaves
 EXPERTS = {
-    "model_type": "mixtral", **{key: value for key, value in LLAMA.items() if key != "model_type"},
-    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
-}  # fmt: skip
+    "model_type": "mixtral",
+    **{key: value for key, value in LLAMA.items() if key != "model_type"},
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
 SPARSE = LAYERS * (LAYER - 3 * D * FF + 8 * D + 2 * 3 * D * FF) + D * VOCAB  # two experts of eight, and the router
 
 
@@ -48,7 +51,7 @@ SPARSE = LAYERS * (LAYER - 3 * D * FF + 8 * D + 2 * 3 * D * FF) + D * VOCAB  # t
         # Training: weights in both passes; only the first product's inputs (layer 0's norm trains) need no less.
         (LLAMA, {"seq_len": 8}, 2 * WEIGHTS + 8 * ALL),
     ],
-)  # fmt: skip
+)
 def test_bytes(config: Any, arguments: dict[str, Any], numbers: int) -> None:
     assert find(config, **arguments).bytes == 2 * numbers
 

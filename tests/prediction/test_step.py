@@ -756,9 +756,13 @@ def test_advice_of_a_model_with_a_spec_of_ones_own(tmp_path: Path) -> None:
     spec = tmp_path / "mine.toml"
     spec.write_text((Path(find_data_dir()) / "specs" / "llama.toml").read_text())
     config = {
-        "model_type": "mine", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "vocab_size": 1000,
-    }  # fmt: skip
+        "model_type": "mine",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    }
     found = predict(config, device="h200", spec=spec, recipe={"recompute": "full"}, **SMALL)
     assert "more tokens per second" in found.advice
     assert found.notes[0] == "operators of mine were not recorded: those of llama are used"
@@ -866,7 +870,7 @@ def test_more_work_takes_no_less(model: str, load: dict[str, Any], lengths: tupl
     taken = [
         predict(model, device="h200", memory=False, advise=False, **load, **{name: length}).device_s
         for length in lengths
-    ]  # fmt: skip
+    ]
     assert all(later >= earlier * 0.999 for earlier, later in pairwise(taken)), taken
 
 
@@ -881,8 +885,10 @@ def test_layers_without_attention_keep_no_keys() -> None:
 
 def test_a_pause_is_part_of_shares_and_breakdown() -> None:
     load = {"batch_size": 1, "seq_len": 2048, "phase": "prefill"}
-    plain, paused = (predict("llama-3.1-8b", device="h200", memory=False, advise=False, pause_s=pause, **load)
-                     for pause in (0.0, 0.1))  # fmt: skip
+    plain, paused = (
+        predict("llama-3.1-8b", device="h200", memory=False, advise=False, pause_s=pause, **load)
+        for pause in (0.0, 0.1)
+    )
     assert paused.mfu < plain.mfu
     assert sum(paused.breakdown.values()) == pytest.approx(paused.step_time_s.mid + 0.1)
     assert paused.tokens_per_s == pytest.approx(2048 / (paused.step_time_s.mid + 0.1))
@@ -890,9 +896,16 @@ def test_a_pause_is_part_of_shares_and_breakdown() -> None:
 
 @pytest.mark.parametrize(
     ("part", "key"),
-    [("", "power"), ("host", "types"), ("host", "again"), ("products", "grouped"), ("moved", "pointwise_strided"),
-     ("optimizer", "adamw"), ("gaps", "forward")],
-)  # fmt: skip
+    [
+        ("", "power"),
+        ("host", "types"),
+        ("host", "again"),
+        ("products", "grouped"),
+        ("moved", "pointwise_strided"),
+        ("optimizer", "adamw"),
+        ("gaps", "forward"),
+    ],
+)
 def test_a_predictor_that_lacks_a_part_is_refused(
     part: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1010,8 +1023,11 @@ def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = Path(find_data_dir()) / "predictors"
     provenance = json.loads((folder / "h200-sxm.json").read_text())["provenance"]
     expected = {
-        "origin": "shipped", "path": str(folder / "h200-sxm.json"), "device": "h200-sxm", "date": provenance["date"],
-    }  # fmt: skip
+        "origin": "shipped",
+        "path": str(folder / "h200-sxm.json"),
+        "device": "h200-sxm",
+        "date": provenance["date"],
+    }
     for device in ("h200", "h100-sxm"):  # the second has none of its own
         assert predict("llama-3.2-1b", device=device, advise=False, **SMALL).evidence["predictor"] == expected
     copytree(folder, tmp_path / "predictors")
@@ -1097,8 +1113,12 @@ def test_head_dims_that_no_kernel_takes_are_padded(heads: int, kernel: str, dim:
         return sum(moved.calls for moved in found if moved.kind == kind)
 
     layers = config["num_hidden_layers"]
-    added = {("forward", "copy_strided"): 3, ("forward", "fill"): 3, ("backward", "copy_strided"): 6,
-             ("backward", "fill"): 1}  # fmt: skip
+    added = {
+        ("forward", "copy_strided"): 3,
+        ("forward", "fill"): 3,
+        ("backward", "copy_strided"): 6,
+        ("backward", "fill"): 1,
+    }
     for (direction, kind), more in added.items():
         usual = count(plain, direction, kind) / 32
         assert count(work, direction, kind) == layers * (usual + (more if kernel else 0))

@@ -131,7 +131,7 @@ A, B, C = Segment(2.0, 4.0, 6.0), Segment(8.0, 10.0, 12.0), Segment(1.0, 3.0, 5.
             [Segment(0.5, 2.0, 3.0), Segment(0.5, waits=1.0)] * 2,
         ),
     ],
-)  # fmt: skip
+)
 def test_order(found: dict[Place, Segment], expected: list[Segment]) -> None:
     assert order(found, TEXT) == expected
 
@@ -167,7 +167,7 @@ def test_order_keeps_the_sums() -> None:
         ([Segment(1.0, 3.0, 1, 1)], 1.0, 0.0, 2.0),  # it has not: one second is left
         ([Segment(1.0, 3.0, 1), Segment(1.0, waits=1)], 10.0, 0.0, 4.0),  # a wait inside is part of it
     ],
-)  # fmt: skip
+)
 def test_run(segments: list[Segment], pause_s: float, wake_s: float, seconds: float) -> None:
     assert run(segments, pause_s, wake_s) == pytest.approx(seconds)
 

@@ -199,9 +199,13 @@ def test_numbers_of_logs() -> None:
 
 def test_hostile_names_are_text(capsys: Capture, tmp_path: Path) -> None:
     config = {
-        "model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 9,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+    }
     folder = tmp_path / "<script>alert(1)<"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -292,11 +296,16 @@ def test_treemap_of_modules() -> None:
     paths = {"m.layers.*.attn": 10, "m.layers.*.attn.q": 30, "m.layers.*.mlp.up": 40, "head": 20, "m.norm": 0}
     groups, tiles = arrange([Leaf(path, "linear", value) for path, value in paths.items()], Box(0, 0, 100, 100))
     assert [(group.path, group.value) for group in groups] == [
-        ("m.layers.*.attn", 40), ("m.layers.*.mlp", 40), ("head", 20),
-    ]  # fmt: skip
+        ("m.layers.*.attn", 40),
+        ("m.layers.*.mlp", 40),
+        ("head", 20),
+    ]
     assert {tile.leaf.path: round(tile.box.width * tile.box.height) for tile in tiles} == {
-        "m.layers.*.attn": 1000, "m.layers.*.attn.q": 3000, "m.layers.*.mlp.up": 4000, "head": 2000,
-    }  # fmt: skip
+        "m.layers.*.attn": 1000,
+        "m.layers.*.attn.q": 3000,
+        "m.layers.*.mlp.up": 4000,
+        "head": 2000,
+    }
     assert [tile.label for tile in tiles] == ["q", "attn", "up", "head"]
     assert arrange([], Box(0, 0, 1, 1)) == ([], [])
 

@@ -110,9 +110,13 @@ def test_html_escapes(tmp_path: Path) -> None:
     folder = tmp_path / "a<b>"
     folder.mkdir()
     config = {
-        "model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 9,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     html = bind(folder)(1, 8)._repr_html_()
     assert "a&lt;b&gt;" in html

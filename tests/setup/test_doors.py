@@ -24,9 +24,11 @@ Capture = pytest.CaptureFixture[str]
 MEDIA = ("image", "video", "image_grid", "video_grid", "audio")  # of one sample; in Python, of the whole batch
 # What a launch file says of a field: HF's TrainingArguments, and accelerate's number of processes.
 LAUNCHED = {
-    "batch": "per_device_train_batch_size", "grad_accum": "gradient_accumulation_steps", "seq": "max_length",
+    "batch": "per_device_train_batch_size",
+    "grad_accum": "gradient_accumulation_steps",
+    "seq": "max_length",
     "recompute": "gradient_checkpointing",
-}  # fmt: skip
+}
 WRITTEN = {"1k": 1024, "128k": 131072, "full": True}  # as a launch file writes it
 
 
@@ -252,7 +254,7 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("plan", {"price": "$2.50", "global_batch": "auto", "tp": 4}, {"price": 2.5, "global_batch": "auto", "tp": (4,)}),
     ("plan", {"global_batch": "16k"}, {"global_batch": 16384}),
     ("plan", {"recompute": "none, full"}, {"recompute": ("none", "full")}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("command", "keywords", "values"), READ, ids=[str(each[1]) for each in READ])
@@ -300,7 +302,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"recompute": "none", "gradient_checkpointing": True}, 'gradient_checkpointing is recompute="full": give one'),
     ({"recipe": {"freeze": "x"}, "freeze": "y"}, "freeze is given twice, by itself and in the recipe"),
     ({"sequ": 5}, "sequ is no keyword of estimate. Did you mean seq_len"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("keywords", "words"), WRONG, ids=[str(each[0]) for each in WRONG])

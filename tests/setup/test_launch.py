@@ -226,11 +226,14 @@ def test_command_prints_what_it_took_and_what_it_did_not_understand(tmp_path: Pa
     report = shown["launch"]
     assert report["frameworks"] == ["axolotl"]
     assert {each["option"]: each["key"] for each in report["taken"]} == {
-        "model": "base_model", "seq": "sequence_len", "grad_accum": "gradient_accumulation_steps",
+        "model": "base_model",
+        "seq": "sequence_len",
+        "grad_accum": "gradient_accumulation_steps",
         "recompute": "gradient_checkpointing, gradient_checkpointing_kwargs.use_reentrant",
-        "lora": "adapter, lora_target_modules, lora_r, lora_modules_to_save", "compute": "bf16",
+        "lora": "adapter, lora_target_modules, lora_r, lora_modules_to_save",
+        "compute": "bf16",
         "weights": "load_in_4bit",
-    }  # fmt: skip
+    }
     assert report["overridden"] == ["batch"]
     assert report["not_understood"] == ["weird_key"]
     assert shown["workload"]["batch"] == 1
@@ -285,8 +288,9 @@ def test_predict_and_plan(tmp_path: Path) -> None:
     trl = write(tmp_path, "trl.yaml", TRL)
     shown = json.loads(run("predict", "--launch", trl, "--device", "h200", "--json").stdout)
     found = predict(launch=trl, device="h200")
-    same = predict("gpt2", device="h200", seq_len=512, batch_size=4, compute="bf16", recompute="full",
-                   lora="r=16,targets=c_attn")  # fmt: skip
+    same = predict(
+        "gpt2", device="h200", seq_len=512, batch_size=4, compute="bf16", recompute="full", lora="r=16,targets=c_attn"
+    )
     assert shown["step_time_s"]["mid"] == found.step_time_s.mid == same.step_time_s.mid
     assert shown["launch"]["frameworks"] == ["TRL"]
     text = TITAN.replace('converters = ["float8"]\n', "")
@@ -336,7 +340,7 @@ def make_bomb(table: str, entry: str) -> str:
         ("a.json", "{", "not valid JSON: "),
         ("a.txt", "", "a launch file is a .yaml, .yml, .json, .toml file"),
     ],
-)  # fmt: skip
+)
 def test_bad_files_are_one_line(name: str, text: str, message: str, tmp_path: Path) -> None:
     done = run("estimate", "--launch", write(tmp_path, name, text))
     assert done.exit_code != 0

@@ -34,8 +34,9 @@ def test_meta_schema() -> None:
 def test_every_field() -> None:
     assert list(PROPERTIES) == ["model", *FIELDS]
     assert {each.get("x-python", name) for name, each in PROPERTIES.items()} == {
-        "model", *SetupKeywords.__annotations__,
-    }  # fmt: skip
+        "model",
+        *SetupKeywords.__annotations__,
+    }
     assert {name for name, each in PROPERTIES.items() if "x-python-only" not in each} >= {
         name for name in list_page_fields() if name != "plan_recompute"
     }

@@ -84,11 +84,15 @@ def test_python_is_zipped_without_what_needs_torch(site: Path) -> None:
     with zipfile.ZipFile(site / "flopcalc.zip") as archive:
         names = archive.namelist()
     for wanted in (
-        "flopcalc/web/answers.py", "flopcalc/cli/__init__.py", "click/__init__.py", "yaml/__init__.py",
-        "flopcalc/model_specs/presets/qwen2-vl-7b.toml", "flopcalc/setup/launch/axolotl.toml",
+        "flopcalc/web/answers.py",
+        "flopcalc/cli/__init__.py",
+        "click/__init__.py",
+        "yaml/__init__.py",
+        "flopcalc/model_specs/presets/qwen2-vl-7b.toml",
+        "flopcalc/setup/launch/axolotl.toml",
         "flopcalc/model_specs/predictors/h200-sxm.json",
         "flopcalc/model_specs/catalogue.json",  # which family a config is that does not say it, and near names
-    ):  # fmt: skip
+    ):
         assert wanted in names
     assert not [name for name in names if name.startswith(("flopcalc/measure", "flopcalc/web/static"))]
     assert not [name for name in names if name.endswith((".pyc", ".so"))]
@@ -121,8 +125,10 @@ def test_out_writes_only_where_it_may(site: Path, pyodide: Path, tmp_path: Path,
     assert (code, "holds other files" in err) == (2, True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
     code, err = run("--out", str(tmp_path / "new"), "--pyodide", str(tmp_path))
-    assert (code, err) == (2, f"flopcalc: {tmp_path}: no pyodide.mjs; it should hold the files of npm's "
-                              f"pyodide@{load_lock().version}\n")  # fmt: skip
+    assert (code, err) == (
+        2,
+        f"flopcalc: {tmp_path}: no pyodide.mjs; it should hold the files of npm's pyodide@{load_lock().version}\n",
+    )
     code, err = run("--out", str(tmp_path / "new"), "--port", "80")
     assert (code, "leave --port and --no-browser out" in err) == (2, True)
     (site / "stale.js").write_text("", encoding="utf-8")
@@ -200,9 +206,11 @@ def test_newer_question_drops_the_older(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["found"] == ["dropped", "dropped", "three", "count"]
     assert found["sent"] == [
-        {"id": 1, "question": {"seq": 3}}, {"id": 2, "question": {"seq": 3}}, {"id": 3, "question": {"seq": 4}},
+        {"id": 1, "question": {"seq": 3}},
+        {"id": 2, "question": {"seq": 3}},
+        {"id": 3, "question": {"seq": 4}},
         "progress 5",
-    ]  # fmt: skip
+    ]
     assert found["late"] == "broken"
 
 

@@ -29,10 +29,13 @@ LLAMA = {
 }  # fmt: skip
 SMALL = "model=llama-3.2-1b&seq=1024"
 VIEWS = {
-    "flops": SMALL, "conventions": f"{SMALL}&view=conventions", "roofline": f"{SMALL}&device=h200-sxm&view=roofline",
-    "time": f"{SMALL}&device=h200-sxm&view=time", "memory": f"{SMALL}&device=h200-sxm&view=memory",
+    "flops": SMALL,
+    "conventions": f"{SMALL}&view=conventions",
+    "roofline": f"{SMALL}&device=h200-sxm&view=roofline",
+    "time": f"{SMALL}&device=h200-sxm&view=time",
+    "memory": f"{SMALL}&device=h200-sxm&view=memory",
     "plan": f"{SMALL}&device=h200-sxm&gpus=4&tokens=10B&tp=1&pp=1&view=plan",
-}  # fmt: skip
+}
 Capture = pytest.CaptureFixture[str]
 
 

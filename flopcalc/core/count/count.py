@@ -384,10 +384,8 @@ def _make_adapters(op: Linear | Embed, adapter: Adapter, into: bool) -> list[Pro
     into = into and not is_embed
     return [
         Product("adapter_a", op.rows, first, Passes(1, int(into), int(adapter.a)), n_in, adapter.rank),
-        Product(
-            "adapter_b", op.rows, second, Passes(1, int(into or adapter.a), int(adapter.b)), adapter.rank, n_out,
-        ),
-    ]  # fmt: skip
+        Product("adapter_b", op.rows, second, Passes(1, int(into or adapter.a), int(adapter.b)), adapter.rank, n_out),
+    ]
 
 
 def _make_attention(op: Attend) -> tuple[Product, Product]:

@@ -56,9 +56,11 @@ def bind_config(
         added = read_spec(read_path(spec, "spec", SpecError))
         specs[added.name] = added
     source = load_config(
-        model if hasattr(model, "config") else strip(model), download=check_flag(download, "download"),
-        model_type=model_type, own=specs,
-    )  # fmt: skip
+        model if hasattr(model, "config") else strip(model),
+        download=check_flag(download, "download"),
+        model_type=model_type,
+        own=specs,
+    )
     if head is not None:
         source = source.replace(head=check_head(head))
     if mtp is not None:

@@ -126,9 +126,14 @@ class CountedEstimator(Estimator):
             check_clipping_recipe(model, self.recipe, self._resolver)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: Convention | None = None,
-        attention_kernel: Kernel | None = None, compute: str | None = None, device: Device | None = None,
-    ) -> CountedEstimator:  # fmt: skip
+        self,
+        *,
+        recompute: Recompute | None = None,
+        convention: Convention | None = None,
+        attention_kernel: Kernel | None = None,
+        compute: str | None = None,
+        device: Device | None = None,
+    ) -> CountedEstimator:
         """The same model and what trains of it, under another recomputation, convention, kernel, format or device."""
         again = self.recipe.recompute
         if recompute is not None:
@@ -306,9 +311,14 @@ class CountedEstimator(Estimator):
             if trainable or stages == self.stages:
                 continue
             plain = CountedEstimator(
-                replace(self.model, stages=stages), self.recipe, "hardware", self.attention_kernel, self.device,
-                formats=self.formats, routing=self.asked_routing,
-            )  # fmt: skip
+                replace(self.model, stages=stages),
+                self.recipe,
+                "hardware",
+                self.attention_kernel,
+                self.device,
+                formats=self.formats,
+                routing=self.asked_routing,
+            )
             extra = self.count(load, "hardware").total - plain.count(load, "hardware").total
             if extra:
                 found[group] = extra
@@ -326,9 +336,14 @@ class CountedEstimator(Estimator):
         if self.attention_kernel == "eager":
             return []
         return list_padding(
-            coefficients.blocks, load, counting, self.kernel_table, self.tile_table, self.recipe.clipping,
+            coefficients.blocks,
+            load,
+            counting,
+            self.kernel_table,
+            self.tile_table,
+            self.recipe.clipping,
             self.find_routing,
-        )  # fmt: skip
+        )
 
     def _choose(self, load: Workload, convention: Convention) -> tuple[Coefficients, Counting]:
         """The coefficients for a workload, and how its sums are to be counted."""

@@ -248,11 +248,14 @@ class Estimate(Value):
         ordered = sorted(modules.items(), key=lambda item: item[1].place) if per_layer else modules.items()
         return Rows(
             ModuleRow(
-                path, next(iter(entry.kinds)) if len(entry.kinds) == 1 else "module", len(entry.layers),
-                *entry.flops, entry.parameters,
+                path,
+                next(iter(entry.kinds)) if len(entry.kinds) == 1 else "module",
+                len(entry.layers),
+                *entry.flops,
+                entry.parameters,
             )
             for path, entry in ordered
-        )  # fmt: skip
+        )
 
     def _rows(self) -> Iterator[tuple[CountedRow, Flops, int, bool]]:
         """Every row, the FLOPs of one layer of it, how often it runs, and whether its model is met first."""
@@ -424,10 +427,14 @@ class Estimate(Value):
         extra_names = [name for name, value in extras.items() if value]
         headers = [*names, "forward", "backward", *extra_names, "share", *(["params"] if by == "module" else [])]
         sums = [
-            "total", *([""] if by == "module" else []), _cell(self.forward), _cell(self.backward),
-            *(_cell(value) for value in extras.values() if value), format_share(total, total),
+            "total",
+            *([""] if by == "module" else []),
+            _cell(self.forward),
+            _cell(self.backward),
+            *(_cell(value) for value in extras.values() if value),
+            format_share(total, total),
             *([format_parameters(self.parameters["total"])] if by == "module" else []),
-        ]  # fmt: skip
+        ]
         return Table(headers, [*shown, sums])
 
     def describe(self) -> str:

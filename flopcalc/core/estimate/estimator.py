@@ -122,9 +122,15 @@ class Estimator(Protocol):
                 raise WorkloadError("images and image_grid_thw are both given: give the images in one way")
             sizes["image_grid_thw"], notes = self.cut_images(images, batch_size)
         load = make_workload(
-            batch_size, seq_len, lengths=lengths, phase=phase, context=context, logits=logits,
-            decoder_seq_len=decoder_seq_len, **sizes,
-        )  # fmt: skip
+            batch_size,
+            seq_len,
+            lengths=lengths,
+            phase=phase,
+            context=context,
+            logits=logits,
+            decoder_seq_len=decoder_seq_len,
+            **sizes,
+        )
         if load.grids and self.vision is not None and self.vision.kind == "tiles":
             for grid in load.grids:
                 self.vision.check_tiles(grid, "image_grid_thw")
@@ -142,9 +148,14 @@ class Estimator(Protocol):
     ) -> Estimate: ...
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: Convention | None = None,
-        attention_kernel: Kernel | None = None, compute: str | None = None, device: Device | None = None,
-    ) -> Estimator: ...  # fmt: skip
+        self,
+        *,
+        recompute: Recompute | None = None,
+        convention: Convention | None = None,
+        attention_kernel: Kernel | None = None,
+        compute: str | None = None,
+        device: Device | None = None,
+    ) -> Estimator: ...
 
     def count(self, load: Workload, convention: Convention) -> Flops: ...
 

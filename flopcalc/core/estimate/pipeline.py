@@ -57,9 +57,12 @@ class PipelineEstimator(Estimator):
     origin = "spec"
 
     def __init__(
-        self, denoiser: CountedEstimator, pipeline: Pipeline | None = None, parts: tuple[PipelinePart, ...] = (),
+        self,
+        denoiser: CountedEstimator,
+        pipeline: Pipeline | None = None,
+        parts: tuple[PipelinePart, ...] = (),
         uncounted: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         latents = denoiser.model.latents
         assert latents is not None  # else it is no denoiser
         self.denoiser, self.pipeline, self.parts, self.uncounted = denoiser, pipeline, parts, uncounted
@@ -234,19 +237,31 @@ class PipelineEstimator(Estimator):
         return self.denoiser.estimate(load, notes)
 
     def estimate_batch(
-        self, batch: Mapping[str, object], *, phase: Phase = "train", logits: int | str | None = None,
+        self,
+        batch: Mapping[str, object],
+        *,
+        phase: Phase = "train",
+        logits: int | str | None = None,
         read_device: bool = True,
-    ) -> Estimate:  # fmt: skip
+    ) -> Estimate:
         """FLOPs of one step of the denoiser on what its forward is given."""
         return self.denoiser.estimate_batch(batch, phase=phase, logits=logits, read_device=read_device)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: Convention | None = None,
-        attention_kernel: Kernel | None = None, compute: str | None = None, device: Device | None = None,
-    ) -> PipelineEstimator:  # fmt: skip
+        self,
+        *,
+        recompute: Recompute | None = None,
+        convention: Convention | None = None,
+        attention_kernel: Kernel | None = None,
+        compute: str | None = None,
+        device: Device | None = None,
+    ) -> PipelineEstimator:
         changes: dict[str, Any] = {
-            "convention": convention, "attention_kernel": attention_kernel, "compute": compute, "device": device,
-        }  # fmt: skip
+            "convention": convention,
+            "attention_kernel": attention_kernel,
+            "compute": compute,
+            "device": device,
+        }
         parts = tuple(part._replace(estimator=part.estimator.change(**changes)) for part in self.parts)
         denoiser = self.denoiser.change(recompute=recompute, **changes)
         return PipelineEstimator(denoiser, self.pipeline, parts, self.uncounted)
@@ -282,11 +297,19 @@ class PipelineEstimator(Estimator):
 
 
 def read_asked(
-    estimator: Estimator, batch_size: int = 1, seq_len: int | None = None, *, images: Iterable[object] | None = None,
-    videos: Iterable[object] | None = None, text: int | None = None, sampling_steps: int | None = None,
-    guidance: bool | str | None = None, parts: Iterable[str] | str | None = None, phase: PipelinePhase = "train",
+    estimator: Estimator,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    *,
+    images: Iterable[object] | None = None,
+    videos: Iterable[object] | None = None,
+    text: int | None = None,
+    sampling_steps: int | None = None,
+    guidance: bool | str | None = None,
+    parts: Iterable[str] | str | None = None,
+    phase: PipelinePhase = "train",
     **others: object,
-) -> SampleRequest:  # fmt: skip
+) -> SampleRequest:
     """estimate_flops' keywords as a request to a diffusion model; `sampling_steps` alone means phase sample."""
     for name, value in others.items():
         if value is not None:
@@ -322,11 +345,17 @@ def read_inputs(estimator: Estimator, inputs: Inputs) -> SampleRequest:
     if len(inputs.images) + len(inputs.videos) > 1 and not inputs.of_batch:
         raise WorkloadError(f"{estimator.source.name} makes one image or video per sample: give one size")
     for flag, value in (
-        (spell("seq"), inputs.seq), (spell("lengths"), inputs.lengths), (spell("decoder_seq"), inputs.decoder_seq),
-        (spell("image_grid"), inputs.image_grids or None), (spell("video_grid"), inputs.video_grids or None),
-        (spell("audio"), inputs.audio or None), (spell("max_pixels"), inputs.max_pixels),
-        (spell("context"), inputs.context), (spell("logits"), inputs.logits), (spell("clips"), inputs.clips),
-    ):  # fmt: skip
+        (spell("seq"), inputs.seq),
+        (spell("lengths"), inputs.lengths),
+        (spell("decoder_seq"), inputs.decoder_seq),
+        (spell("image_grid"), inputs.image_grids or None),
+        (spell("video_grid"), inputs.video_grids or None),
+        (spell("audio"), inputs.audio or None),
+        (spell("max_pixels"), inputs.max_pixels),
+        (spell("context"), inputs.context),
+        (spell("logits"), inputs.logits),
+        (spell("clips"), inputs.clips),
+    ):
         if value is not None:
             raise WorkloadError(
                 f"{flag}: {estimator.source.name} is a diffusion model; give {spell('image')} or "

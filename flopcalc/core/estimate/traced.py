@@ -121,9 +121,14 @@ class TracedEstimator(Estimator):
         return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: Convention | None = None,
-        attention_kernel: Kernel | None = None, compute: str | None = None, device: Device | None = None,
-    ) -> TracedEstimator:  # fmt: skip
+        self,
+        *,
+        recompute: Recompute | None = None,
+        convention: Convention | None = None,
+        attention_kernel: Kernel | None = None,
+        compute: str | None = None,
+        device: Device | None = None,
+    ) -> TracedEstimator:
         if recompute or convention != "full" or attention_kernel != "eager" or compute or device:
             raise FlopcalcError(WHY_FULL)
         return self
@@ -297,9 +302,11 @@ def _sum_monomial(text: str, load: Workload) -> int:
     """A monomial's value; in decoding its sum over the new tokens, each with all before it cached."""
     grids = load.all_grids
     fixed = {
-        "b": load.rows, "images": len(grids), "patches": sum(t * h * w for t, h, w in grids),
+        "b": load.rows,
+        "images": len(grids),
+        "patches": sum(t * h * w for t, h, w in grids),
         "pairs": sum(t * (h * w) ** 2 for t, h, w in grids),
-    }  # fmt: skip
+    }
     calls: Iterable[tuple[int, int]] = [(load.seq, 0)]
     if load.phase == "decode":
         if load.seq > MAX_DECODED:

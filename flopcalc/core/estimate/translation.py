@@ -125,11 +125,21 @@ def translate_estimate(
         is_other = each.types and estimate.terms[0].estimator.source.config["model_type"] not in each.types
         rows.append(
             TranslatedRow(
-                each.name, flops[each.name], terms[each.name], flops[each.name] / tokens, per_gpu / 1e12,
-                None if rate is None else per_gpu / rate, difference, difference is not None and abs(difference) <= FIT,
-                each.counts, each.leaves_out, each.source, each.url, each.otherwise if is_other else "",
+                each.name,
+                flops[each.name],
+                terms[each.name],
+                flops[each.name] / tokens,
+                per_gpu / 1e12,
+                None if rate is None else per_gpu / rate,
+                difference,
+                difference is not None and abs(difference) <= FIT,
+                each.counts,
+                each.leaves_out,
+                each.source,
+                each.url,
+                each.otherwise if is_other else "",
             )
-        )  # fmt: skip
+        )
     if is_fit:
         known = load_quoted().conventions
         rows.sort(key=lambda row: (round(abs(row.difference or 0.0) / _STEP), -known[row.name].published_rows))
@@ -137,9 +147,19 @@ def translate_estimate(
     notes = [*_describe(rows, is_fit, best), *missing, *said]
     kind, estimator = str(dtype), estimate.terms[0].estimator
     return Translation(
-        estimator.source.name, estimate.describe(), best, is_fit, pace, gpus, name, kind, rate,
-        tuple(rows), tuple(notes), estimator.routing_name,
-    )  # fmt: skip
+        estimator.source.name,
+        estimate.describe(),
+        best,
+        is_fit,
+        pace,
+        gpus,
+        name,
+        kind,
+        rate,
+        tuple(rows),
+        tuple(notes),
+        estimator.routing_name,
+    )
 
 
 def _count_all(estimate: Estimate, mtp: int | None, quoted: str | None) -> tuple[dict[str, dict[str, int]], list[str]]:
@@ -162,7 +182,7 @@ def _count_all(estimate: Estimate, mtp: int | None, quoted: str | None) -> tuple
 
 def _find_rate(
     device: str | None, dtype: object, peak: float | Mapping[str, float] | None, is_needed: bool
-) -> tuple[str | None, float | None, list[str]]:  # fmt: skip
+) -> tuple[str | None, float | None, list[str]]:
     if device is None and peak is None:
         if is_needed:
             raise FlopcalcError(

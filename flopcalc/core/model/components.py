@@ -192,10 +192,15 @@ def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
     try:
         denoiser, encoders = str(tables["denoiser"]), tables.get("encoders", {})
         found = Pipeline(
-            name, str(tables["source"]), denoiser, int(tables["steps"]), bool(tables["guidance"]),
+            name,
+            str(tables["source"]),
+            denoiser,
+            int(tables["steps"]),
+            bool(tables["guidance"]),
             tuple((str(part), str(text)) for part, text in encoders.items()),
-            PipelineNames(config, tables.get("defaults", {})), tables,
-        )  # fmt: skip
+            PipelineNames(config, tables.get("defaults", {})),
+            tables,
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SpecError(f"{path}: no pipeline: {type(error).__name__} {error}") from None
     if not isinstance(config.get(denoiser), Mapping):

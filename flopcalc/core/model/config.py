@@ -256,9 +256,13 @@ def load_preset(path: str) -> Source:
     config = {**config, **dict.fromkeys(map(str, null_keys))}
     name = get_stem(path)
     return Source(
-        name, config, f"preset {name}", tables.get("preprocessor"), str(tables.get("source", "")),
+        name,
+        config,
+        f"preset {name}",
+        tables.get("preprocessor"),
+        str(tables.get("source", "")),
         video_preprocessor=tables.get("video_preprocessor"),
-    )  # fmt: skip
+    )
 
 
 def _load_folder(folder: str, download: bool = False, is_base: bool = False) -> Source:

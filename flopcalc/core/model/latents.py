@@ -103,7 +103,16 @@ def bind_latents(dims: BoundDims) -> Latents:
         return value
 
     return Latents(
-        table.get("input", ""), table.get("axes", ""), table.get("text", ""), size("pixels", "8"), size("frames", "1"),
-        size("pack", "1"), size("length", "0"), size("side", "1"), size("deep", "1"),
-        size("expanded", "0"), size("square", "0"), size("most", "0"),
-    )  # fmt: skip
+        table.get("input", ""),
+        table.get("axes", ""),
+        table.get("text", ""),
+        size("pixels", "8"),
+        size("frames", "1"),
+        size("pack", "1"),
+        size("length", "0"),
+        size("side", "1"),
+        size("deep", "1"),
+        size("expanded", "0"),
+        size("square", "0"),
+        size("most", "0"),
+    )

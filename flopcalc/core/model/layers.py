@@ -205,15 +205,23 @@ class LayerBuilder:
             return Multiply(**common, flops=flops, backward=backward, pair=bool(item.get("pair", False)))
         if kind == "embed":
             return Embed(
-                **common, count=size("count"), dim=size("dim"), tied=self._tied(item),
+                **common,
+                count=size("count"),
+                dim=size("dim"),
+                tied=self._tied(item),
                 input_embedding=self._is_input(item),
-            )  # fmt: skip
+            )
         if kind == "norm":
             copies = size("copies", default="1")
             return Norm(
-                **common, dim=size("dim"), bias=self._has_bias(item), tied=self._tied(item), copies=copies,
-                active=copies, over=size("over", 0, default="0"),
-            )  # fmt: skip
+                **common,
+                dim=size("dim"),
+                bias=self._has_bias(item),
+                tied=self._tied(item),
+                copies=copies,
+                active=copies,
+                over=size("over", 0, default="0"),
+            )
         if kind == "param":
             return Param(**common, size=size("size"), tied=self._tied(item))
         if kind == "dropout":

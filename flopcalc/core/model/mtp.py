@@ -102,9 +102,16 @@ def expand_mtp(source: Source, stages: tuple[Stage, ...], depth: int) -> tuple[S
 
 def _make_stage(like: Stage, path: str, chain: Chain, reads: tuple[str, tuple[int, ...]] | None) -> Stage:
     return like.replace(
-        path=path, layers=(chain,), repeated=False, checkpoint=False, dead=(False,), reads=reads, joins=(), adds=None,
+        path=path,
+        layers=(chain,),
+        repeated=False,
+        checkpoint=False,
+        dead=(False,),
+        reads=reads,
+        joins=(),
+        adds=None,
         first=0,
-    )  # fmt: skip
+    )
 
 
 def _list_heads(stage: Stage) -> list[Linear]:

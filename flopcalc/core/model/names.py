@@ -78,11 +78,14 @@ def load_launch_ids() -> list[LaunchIds]:
     tables, names = load_toml(os.path.join(find_data_dir(), "launch_ids.toml"))["frameworks"], _Names()
     return [
         LaunchIds(
-            entry["name"], entry["source"], entry["commit"], entry["date"],
+            entry["name"],
+            entry["source"],
+            entry["commit"],
+            entry["date"],
             {each: get_stem(found.path) if (found := names.find(each)) else None for each in entry["ids"]},
         )
         for entry in tables
-    ]  # fmt: skip
+    ]
 
 
 def _read_ids(files: dict[str, str]) -> dict[str, str]:

@@ -143,9 +143,12 @@ def _whole_and_canvas(width: int, height: int, values: Values) -> Grid:
 
 
 RULES |= {
-    "square": _square, "exact": _exact, "canvas": _canvas, "covering_canvas": _covering_canvas,
+    "square": _square,
+    "exact": _exact,
+    "canvas": _canvas,
+    "covering_canvas": _covering_canvas,
     "whole_and_canvas": _whole_and_canvas,
-}  # fmt: skip
+}
 
 
 def _whole_and_crops_padded(width: int, height: int, values: Values) -> Grid:
@@ -464,9 +467,7 @@ def _thumb_and_tiles(width: int, height: int, values: Values) -> Grid:
     return (1 + math.prod(_fit_canvas(width, height, tile, ratios) if most > 1 else (1, 1)), side, side)
 
 
-def _fit_canvas(
-    width: int, height: int, tile: int, ratios: dict[float, list[tuple[int, int]]]
-) -> tuple[int, int]:  # fmt: skip
+def _fit_canvas(width: int, height: int, tile: int, ratios: dict[float, list[tuple[int, int]]]) -> tuple[int, int]:
     aspect = width / height
     best: tuple[int, int] | None = None
     reached: float = 0

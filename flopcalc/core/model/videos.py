@@ -170,7 +170,7 @@ def _find_side(processor: Processor, values: dict[str, int], frames: int, vision
 
 def _resize(
     width: int, height: int, frames: int, processor: Processor, values: dict[str, int], vision: Vision
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Height and width of a frame after the processor's resize."""
     merge = values.get("merge_size", vision.merge)
     if processor.rule != "smart":

@@ -35,9 +35,13 @@ def read_compressed(keys: Keys) -> Quantization:
     """Rules of the groups: names before classes, and what is ignored before both."""
     format_ = _read_format(keys)
     keys.skip(
-        "quantization_status", "global_compression_ratio", "version", "run_compressed", "use_optimized_inference",
+        "quantization_status",
+        "global_compression_ratio",
+        "version",
+        "run_compressed",
+        "use_optimized_inference",
         "producer",
-    )  # fmt: skip
+    )
     turned = keys.take("transform_config", Mapping) or {}
     notes = ("transform_config: rotations that run with the model are not counted",) if turned else ()
     sparse = keys.take("sparsity_config", Mapping) or {}
@@ -115,9 +119,15 @@ def _read_scheme(keys: Keys, format_: str) -> StoredFormat | None:
     is_packed = kind == "int" and "pack" in format_
     has_static_inputs = inputs is not None and not inputs.get("dynamic", False)  # with one scale of 16 bits
     stored = StoredFormat(
-        name, bits if is_packed else 8, scale_bits=16, zero_bits=0 if symmetric else bits if is_packed else 8,
-        tensor_bits=128 * is_packed + 16 * has_static_inputs, index_bits=index, key=key, **changes,
-    )  # fmt: skip
+        name,
+        bits if is_packed else 8,
+        scale_bits=16,
+        zero_bits=0 if symmetric else bits if is_packed else 8,
+        tensor_bits=128 * is_packed + 16 * has_static_inputs,
+        index_bits=index,
+        key=key,
+        **changes,
+    )
     if strategy == "block":
         return replace(stored, name=f"{name}-block", outputs=block[0], inputs=block[1], rounds=True)
     if strategy == "group":

@@ -152,10 +152,14 @@ def _read_torchao(parameter: Any, known: str) -> StoredFormat:
     outputs, inputs = (1, block) if isinstance(block, int) else tuple(block or ())[-2:] or (0, 0)
     scale, zero = getattr(parameter, "scale", None), getattr(parameter, "zero_point", None)
     return replace(
-        stored, compute=compute, outputs=int(outputs), inputs=int(inputs),
+        stored,
+        compute=compute,
+        outputs=int(outputs),
+        inputs=int(inputs),
         scale_bits=stored.scale_bits if scale is None else 8 * scale.element_size(),
-        zero_bits=0 if zero is None else 8 * zero.element_size(), rounds=True,
-    )  # fmt: skip
+        zero_bits=0 if zero is None else 8 * zero.element_size(),
+        rounds=True,
+    )
 
 
 def _read_4bit(module: object, parameter: object, name: str) -> StoredFormat:

@@ -62,10 +62,14 @@ class Formats(Value):
         """Whether all is bf16: then rows need no change."""
         return (
             (self.model, self.compute or PLAIN, self.autocast or PLAIN) == (PLAIN, PLAIN, PLAIN)
-            and self.weights is None and self.quantization is None
-            and self.adapter in ("", "fp32") and self._compute_adapter() == PLAIN and not self.live
-            and not self.kept and not self.casts
-        )  # fmt: skip
+            and self.weights is None
+            and self.quantization is None
+            and self.adapter in ("", "fp32")
+            and self._compute_adapter() == PLAIN
+            and not self.live
+            and not self.kept
+            and not self.casts
+        )
 
     def is_only(self, name: str) -> bool:
         """Whether one format is that of all products, and of all plain weights."""
@@ -261,9 +265,13 @@ class LiveFormats(NamedTuple):
 
 
 def make_formats(
-    config: Mapping[str, object], where: str, recipe: Recipe, asked: FormatOptions, live: LiveFormats | None = None,
+    config: Mapping[str, object],
+    where: str,
+    recipe: Recipe,
+    asked: FormatOptions,
+    live: LiveFormats | None = None,
     casts: bool = False,
-) -> Formats:  # fmt: skip
+) -> Formats:
     """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any.
 
     `casts`: the model's code computes some products in float32.

@@ -270,9 +270,15 @@ def _check_auto_round(keys: Keys, is_plain: bool = False) -> None:
         if keys.take(key, (str, Mapping, list)):
             keys.fail(key, f"is {format_value(keys.config[key])}, which is not read here")
     keys.skip(
-        "data_type", "scale_dtype", "act_group_size", "act_sym", "act_dynamic", "act_data_type",
-        "static_kv_granularity", "static_attention_granularity",
-    )  # fmt: skip
+        "data_type",
+        "scale_dtype",
+        "act_group_size",
+        "act_sym",
+        "act_dynamic",
+        "act_data_type",
+        "static_kv_granularity",
+        "static_attention_granularity",
+    )
 
 
 _BITS = {bits: (f"load_in_{bits}bit", f"_load_in_{bits}bit") for bits in (4, 8)}
@@ -289,9 +295,7 @@ def _read_bitsandbytes(keys: Keys) -> Quantization:
     kind = keys.choose("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
     is_double = keys.take("bnb_4bit_use_double_quant", bool, False)
     compute = keys.config.get("bnb_4bit_compute_dtype")
-    keys.skip(
-        "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_enable_fp32_cpu_offload",
-    )  # fmt: skip
+    keys.skip("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_enable_fp32_cpu_offload")
     notes = ["bitsandbytes converts torch.nn.Linear alone: stacks of experts stay in the model's own format"]
     if four:
         stored = make_stored("nf4-double" if is_double else "nf4", name=f"{kind}-double" if is_double else kind)

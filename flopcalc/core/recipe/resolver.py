@@ -199,9 +199,11 @@ class Resolver:
     def check_used(self, paths: Callable[[], Iterable[str]]) -> None:
         """An error for a pattern or target that matched nothing."""
         for what, patterns in (
-            ("freeze", self._freeze), ("train-only", self._only), ("lora target", self._targets),
+            ("freeze", self._freeze),
+            ("train-only", self._only),
+            ("lora target", self._targets),
             ("lora save", self._save),
-        ):  # fmt: skip
+        ):
             for pattern in patterns:
                 if not pattern.is_used:
                     known = sorted({path.rsplit(".", 1)[-1] for path in paths()})

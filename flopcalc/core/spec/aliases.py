@@ -101,12 +101,24 @@ def load_alias(path: str) -> Alias:
         except (SpecError, TypeError, AttributeError):
             raise SpecError(f"{path}: not an expression: {format_value(text)}") from None
     return Alias(
-        get_stem(path), path, extends, tables["source"], tables.get("note", ""),
-        tuple(tables.get("required", ())), tables.get("when", ""), tables.get("kinds", {}),
-        tables.get("checks", {}), tables.get("cases", {}),
-        tables.get("root", ""), tables.get("architectures", {}), keys, tuple(tables.get("drop", ())), "spec" in tables,
-        tables.get("witness", ""), tuple(tables.get("untyped", ())),
-    )  # fmt: skip
+        get_stem(path),
+        path,
+        extends,
+        tables["source"],
+        tables.get("note", ""),
+        tuple(tables.get("required", ())),
+        tables.get("when", ""),
+        tables.get("kinds", {}),
+        tables.get("checks", {}),
+        tables.get("cases", {}),
+        tables.get("root", ""),
+        tables.get("architectures", {}),
+        keys,
+        tuple(tables.get("drop", ())),
+        "spec" in tables,
+        tables.get("witness", ""),
+        tuple(tables.get("untyped", ())),
+    )
 
 
 def list_aliases() -> dict[str, Alias]:

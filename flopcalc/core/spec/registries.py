@@ -14,9 +14,16 @@ FOLDER = "registries"
 _APART = ("drafts", "generic")  # groups of classes that are no models of their own
 # Endings of the classes that specs describe: what is left is the family's name.
 _ENDINGS = (
-    "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining", "ForImageClassification",
-    "ForSpeechSeq2Seq", "WithLMHeadModel", "Model",
-)  # fmt: skip
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForConditionalGeneration",
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForImageClassification",
+    "ForSpeechSeq2Seq",
+    "WithLMHeadModel",
+    "Model",
+)
 
 
 class Item(NamedTuple):
@@ -89,9 +96,15 @@ def _read(tables: dict[str, Any], classes: _Classes, reasons: dict[str, str]) ->
         items.append(Item(name, (name,), 1, found, None if found else reasons.get(name)))
     apart = {group: tuple(groups[group]) for group in _APART if group in groups}
     return Registry(
-        tables["registry"], tables["source"], tables["commit"], tables["date"], tables["unit"], tuple(items),
-        tuple(untold), apart,
-    )  # fmt: skip
+        tables["registry"],
+        tables["source"],
+        tables["commit"],
+        tables["date"],
+        tables["unit"],
+        tuple(items),
+        tuple(untold),
+        apart,
+    )
 
 
 class _Classes:

@@ -54,9 +54,13 @@ PARTS = COMPONENTS
 HEAD_PARTS = ("lm_head", "head")  # what reads the body's output
 # What a block usually is, by the last word of its name: the part of its products with weights that say none.
 _BLOCK_PARTS: dict[str, Component] = {
-    "attention": "attention_projections", "indexer": "attention_projections", "mlp": "mlp", "experts": "mlp",
-    "moe": "mlp", "mamba": "ssm",
-}  # fmt: skip
+    "attention": "attention_projections",
+    "indexer": "attention_projections",
+    "mlp": "mlp",
+    "experts": "mlp",
+    "moe": "mlp",
+    "mamba": "ssm",
+}
 ROWS = ("tokens", "logits", "cached", "patches", "merged", "images", "tiles")
 SIDES = ("encoder", "decoder")
 SPANS = ("seq", "frames", "windows", "images", "tiles")
@@ -67,8 +71,12 @@ Split = Literal["column", "keys", "fused", "row", "whole"]
 # What an activation function is multiplied by: nothing, the other of two products (pair), or the other half of one.
 Gate = Literal["plain", "pair", "fused"]
 _OP_WORDS: dict[str, tuple[str, ...]] = {
-    "part": PARTS, "span": SPANS, "mask": MASKS, "split": get_args(Split), "gate": get_args(Gate),
-}  # fmt: skip
+    "part": PARTS,
+    "span": SPANS,
+    "mask": MASKS,
+    "split": get_args(Split),
+    "gate": get_args(Gate),
+}
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool, str), "flat": (bool,),
@@ -280,9 +288,11 @@ def _check_spec(spec: Spec, path: str) -> None:
         for reason, text in checks.items():
             _check_expression(text, f"{path}: [{label}] {reason!r}")
     for table, known, label in (
-        (spec.vision, _VISION_KEYS, "vision"), (spec.audio, _AUDIO_KEYS, "audio"),
-        (spec.latents, _LATENT_KEYS, "latents"), (spec.positions, _POSITION_KEYS, "positions"),
-    ):  # fmt: skip
+        (spec.vision, _VISION_KEYS, "vision"),
+        (spec.audio, _AUDIO_KEYS, "audio"),
+        (spec.latents, _LATENT_KEYS, "latents"),
+        (spec.positions, _POSITION_KEYS, "positions"),
+    ):
         where = f"{path}: [{label}]"
         check_keys(table, known, where)
         _check_types(table, where)

@@ -80,9 +80,7 @@ def name_sequence(length: int, is_training: bool, shared: Values) -> Values:
     return (("n", length), ("c", 0), ("decoding", 0), ("training", int(is_training)), *shared)
 
 
-def _list_decoder(
-    load: Workload, encoder: Workload, counting: Counting
-) -> list[tuple[Values, int]]:  # fmt: skip
+def _list_decoder(load: Workload, encoder: Workload, counting: Counting) -> list[tuple[Values, int]]:
     """As list_units: every row of the decoder with the length of its encoder's."""
     frames = encoder.clips if counting == "model" else (max(encoder.clips, default=0),) * len(encoder.clips)
     sides = [

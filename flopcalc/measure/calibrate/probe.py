@@ -21,7 +21,7 @@ def probe_machine(suite: str, work: str) -> Provenance:
     """This machine's provenance, read in a process of its own: the parent never imports torch."""
     job = Job(
         "probe", "flopcalc.measure.calibrate.provenance:start_probe", {"device": get_device(suite)}, {"machine": None}
-    )  # fmt: skip
+    )
     # A folder of its own: the lock that keeps two runs apart is that of the measuring itself.
     folder = os.path.join(work, f"probe-{os.getpid()}")
     try:

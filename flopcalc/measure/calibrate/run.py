@@ -72,9 +72,13 @@ def calibrate(
         if len(results) < sum(len(job.rows) for job in plans[table]):
             continue  # not whole: it is written when the run goes on
         provenance = {
-            **machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "statistic": STATISTIC, "repeats": REPEATS, "suite": suite,
-        }  # fmt: skip
+            **machine,
+            "command": command,
+            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "statistic": STATISTIC,
+            "repeats": REPEATS,
+            "suite": suite,
+        }
         collected = _collect(results)
         failures = [_describe_failure(result, plans[table]) for result in results if not result.is_ok]
         if not collected:

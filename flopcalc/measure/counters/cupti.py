@@ -237,9 +237,11 @@ class HardwareCounter:
             self.chip = chip.decode()
             availability = self._read_availability()
             self._host = self._lib.call(
-                "cuptiProfilerHostInitialize", _HostInitialize, pChipName=chip,
+                "cuptiProfilerHostInitialize",
+                _HostInitialize,
+                pChipName=chip,
                 availability=ctypes.cast(availability, _BYTES),
-            ).object  # fmt: skip
+            ).object
             self.counters = self._choose(counters)
             self._config = self._make_config(self.counters)
         except BaseException:
@@ -251,9 +253,12 @@ class HardwareCounter:
             size = self._lib.call("cuptiProfilerGetCounterAvailability", _Availability, ctx=self._context).size
             image = _bytes(size)
             self._lib.call(
-                "cuptiProfilerGetCounterAvailability", _Availability, ctx=self._context, size=size,
+                "cuptiProfilerGetCounterAvailability",
+                _Availability,
+                ctx=self._context,
+                size=size,
                 image=ctypes.cast(image, _BYTES),
-            )  # fmt: skip
+            )
             _availability[self._context] = image
         return _availability[self._context]
 
@@ -311,9 +316,14 @@ class HardwareCounter:
 
         with _ending(self._release):
             size = self._lib.call(
-                "cuptiRangeProfilerGetCounterDataSize", _CounterDataSize, object=profiler, names=names,
-                numMetrics=count, maxNumOfRanges=1, maxNumRangeTreeNodes=1,
-            ).counterDataSize  # fmt: skip
+                "cuptiRangeProfilerGetCounterDataSize",
+                _CounterDataSize,
+                object=profiler,
+                names=names,
+                numMetrics=count,
+                maxNumOfRanges=1,
+                maxNumRangeTreeNodes=1,
+            ).counterDataSize
             data = _bytes(size)
             image = ctypes.cast(data, _BYTES)
             self._lib.call(
@@ -335,9 +345,16 @@ class HardwareCounter:
             self._lib.call("cuptiRangeProfilerDecodeData", _Decode, object=profiler)
             values = (c_double * count)()
             self._lib.call(
-                "cuptiProfilerHostEvaluateToGpuValues", _Evaluate, object=self._host, counterDataImage=image,
-                counterDataImageSize=size, rangeIndex=0, names=names, numMetrics=count, values=values,
-            )  # fmt: skip
+                "cuptiProfilerHostEvaluateToGpuValues",
+                _Evaluate,
+                object=self._host,
+                counterDataImage=image,
+                counterDataImageSize=size,
+                rangeIndex=0,
+                names=names,
+                numMetrics=count,
+                values=values,
+            )
             sample.values.update(zip(self.counters, values, strict=True))
 
     def _release(self) -> None:

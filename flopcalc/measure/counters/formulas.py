@@ -88,8 +88,13 @@ def _add_mm(shapes: Shapes, values: Values) -> int:
     return _mm(shapes[1:], values)
 
 
-_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
-              "fused_attention_overrideable")  # fmt: skip
+_ATTENTION = (
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "efficient_attention",
+    "cudnn_attention",
+    "fused_attention_overrideable",
+)
 # Operators to which torch.profiler gives nothing.
 SKIPPED: dict[str, Formula] = {
     **{f"aten::_scaled_dot_product_{kernel}": _attend for kernel in _ATTENTION},

@@ -56,9 +56,13 @@ def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> WitnessCount:
     if unused:
         reasons.append(f"its trace drops work whose result nobody reads: {', '.join(unused)}")
     return WitnessCount(
-        "fvcore", sum(products.values()), products, dict(sorted(skipped.items())), time.perf_counter() - start,
+        "fvcore",
+        sum(products.values()),
+        products,
+        dict(sorted(skipped.items())),
+        time.perf_counter() - start,
         "; ".join(reasons) or None,
-    )  # fmt: skip
+    )
 
 
 def _find_rotary(model: torch.nn.Module) -> list[str]:

@@ -96,9 +96,14 @@ def count(model: Any, batch: Mapping[str, Any], phase: Phase) -> WitnessCount:
     if tally.unknown:
         reason = f"not corrected, shapes do not tell: {', '.join(sorted(tally.unknown))}"
     return WitnessCount(
-        "profiler", sum(tally.by.values()), dict(sorted(tally.by.items())), dict(sorted(tally.not_counted.items())),
-        time.perf_counter() - start, reason, tally.corrected,
-    )  # fmt: skip
+        "profiler",
+        sum(tally.by.values()),
+        dict(sorted(tally.by.items())),
+        dict(sorted(tally.not_counted.items())),
+        time.perf_counter() - start,
+        reason,
+        tally.corrected,
+    )
 
 
 class LiveProfiler:

@@ -43,9 +43,13 @@ def count(model: Any, batch: Mapping[str, object], phase: Phase) -> WitnessCount
     rows = {path: sum(row) for path, row in counted.rows.items() if any(row)}
     fused = any("attention" in name for name in counted.not_counted)
     return WitnessCount(
-        "flop_counter", counted.total, rows, counted.not_counted, counted.seconds,
+        "flop_counter",
+        counted.total,
+        rows,
+        counted.not_counted,
+        counted.seconds,
         "a fused attention operator has no formula: it is among the operators not counted" if fused else None,
-    )  # fmt: skip
+    )
 
 
 def count_hardware(model: Any, batch: Mapping[str, object], phase: Phase) -> WitnessCount:
@@ -78,10 +82,14 @@ def count_hardware(model: Any, batch: Mapping[str, object], phase: Phase) -> Wit
     except cupti.CountersUnavailable as error:
         return unavailable("cupti", str(error), time.perf_counter() - start)
     return WitnessCount(
-        "cupti", sample.total_flops, sample.tensor_flops, {}, time.perf_counter() - start,
+        "cupti",
+        sample.total_flops,
+        sample.tensor_flops,
+        {},
+        time.perf_counter() - start,
         f"{' and '.join(sample.dtypes)} tensor cores only, chip {counter.chip}; "
         f"DRAM {sample.dram_bytes} bytes, {sample.cycles} cycles",
-    )  # fmt: skip
+    )
 
 
 def gauge(model: Any, batch: Mapping[str, object], phase: Phase) -> WitnessCount:

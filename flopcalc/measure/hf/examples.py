@@ -159,15 +159,26 @@ def make_inputs(
     videos = [tuple(grid) for grid in workload.get("videos") or []]
     clips = list(workload.get("clips") or [])
     names = {
-        "batch": batch, "seq": seq, "decoder_seq": workload.get("decoder_seq", 0), "images": batch * len(grids),
-        "images_per_sample": len(grids), "patches": batch * sum(t * h * w for t, h, w in grids),
-        "tiles": batch * sum(t for t, _, _ in grids), "clips": batch * len(clips), "frames": max(clips, default=0),
-        "own": clips * batch, "height": grids[0][1] if grids else 0, "width": grids[0][2] if grids else 0,
-        "videos": batch * len(videos), "video_frames": videos[0][0] if videos else 0, "video_grids": videos * batch,
+        "batch": batch,
+        "seq": seq,
+        "decoder_seq": workload.get("decoder_seq", 0),
+        "images": batch * len(grids),
+        "images_per_sample": len(grids),
+        "patches": batch * sum(t * h * w for t, h, w in grids),
+        "tiles": batch * sum(t for t, _, _ in grids),
+        "clips": batch * len(clips),
+        "frames": max(clips, default=0),
+        "own": clips * batch,
+        "height": grids[0][1] if grids else 0,
+        "width": grids[0][2] if grids else 0,
+        "videos": batch * len(videos),
+        "video_frames": videos[0][0] if videos else 0,
+        "video_grids": videos * batch,
         "video_patches": batch * sum(t * h * w for t, h, w in videos),
         "most": max((t for t, _, _ in grids), default=0),
-        "tallest": max((h for _, h, _ in grids), default=0), "widest": max((w for *_, w in grids), default=0),
-    }  # fmt: skip
+        "tallest": max((h for _, h, _ in grids), default=0),
+        "widest": max((w for *_, w in grids), default=0),
+    }
     scope = _Scope(keys, names)
     words = _list_words(example, config, scope) if seq or workload.get("decoder_seq") else torch.zeros(1)
     ids = words[torch.randint(len(words), (batch, seq), generator=generator)]
@@ -231,10 +242,12 @@ def _make_tensor(
         return torch.tensor([[h * scale, w * scale] for _, h, w in grids])
     if fill == "images":  # a row per image: expressions over its t, h, w; one alone: a plain list of numbers
         rows = [
-            [int(evaluate(str(text), _Scope(scope.config, {**scope.names, "t": t, "h": h, "w": w})))
-             for text in ([entry["row"]] if isinstance(entry["row"], str) else entry["row"])]
+            [
+                int(evaluate(str(text), _Scope(scope.config, {**scope.names, "t": t, "h": h, "w": w})))
+                for text in ([entry["row"]] if isinstance(entry["row"], str) else entry["row"])
+            ]
             for t, h, w in grids
-        ]  # fmt: skip
+        ]
         if isinstance(entry["row"], str):
             return [number for row in rows for number in row]
         return torch.tensor(rows, dtype=_dtype(entry, torch.long))
@@ -275,13 +288,15 @@ def _make_tensor(
         return flat
     if fill == "pooled":  # per image: windows of `pool` patches a side over a square of `side`, then over its h and w
         side, pool = (int(evaluate(str(entry[key]), scope)) for key in ("side", "pool"))
-        return torch.tensor([
-            [0 if y < high and x < wide else -1 for y in range(top, top + pool) for x in range(left, left + pool)]
-            for _, h, w in grids
-            for high, wide in ((side, side), (h, w))
-            for top in range(0, high, pool)
-            for left in range(0, wide, pool)
-        ])  # fmt: skip
+        return torch.tensor(
+            [
+                [0 if y < high and x < wide else -1 for y in range(top, top + pool) for x in range(left, left + pool)]
+                for _, h, w in grids
+                for high, wide in ((side, side), (h, w))
+                for top in range(0, high, pool)
+                for left in range(0, wide, pool)
+            ]
+        )
     if fill == "until":  # 1 for the real positions, then 0
         sizes = [int(evaluate(str(size), scope)) for size in entry["shape"]]
         return (torch.arange(sizes[-1]) < int(evaluate(str(entry["until"]), scope))).expand(sizes).to(torch.long)

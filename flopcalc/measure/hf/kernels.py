@@ -36,7 +36,7 @@ class BlockSparse:
     @torch.no_grad()
     def index_max(
         values: torch.Tensor, indices: torch.Tensor, count: int, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest of (b, size, chosen) per row of blocks: for every position, and for every chosen block."""
         size = values.shape[1]
         rows = _split(indices, width)[0][:, None].expand_as(values)

@@ -186,7 +186,9 @@ def verify(
     example = example or find_example(str(load_config(config).config["model_type"]))
     found = trace(config, workload, recipe or {}, example, device)
     traced = {
-        "rows": found.counted.rows, "total": found.total, "trainable": found.trainable,
+        "rows": found.counted.rows,
+        "total": found.total,
+        "trainable": found.trainable,
         "not_counted": found.counted.not_counted,
-    }  # fmt: skip
+    }
     return compare(_named(example, config), workload, recipe or {}, traced)

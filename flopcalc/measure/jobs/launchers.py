@@ -146,7 +146,7 @@ class Ray(Remote):
 
     def __init__(
         self, slots: int | None = None, cpus: int = 1, gpus: int | None = None, ray_address: str = "auto"
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(slots)
         self._cpus, self._gpus, self._address = cpus, gpus, ray_address
         self._is_mine = False  # the connection was opened here
@@ -175,9 +175,9 @@ class Ray(Remote):
             )
         self.slots = min(self.slots, sum(rooms))
         # No retries by Ray: it would repeat a job that runs out of memory without end.
-        self._run = ray.remote(
-            num_cpus=self._cpus, num_gpus=self._gpus, max_retries=0, scheduling_strategy="SPREAD"
-        )(run_job)  # fmt: skip
+        self._run = ray.remote(num_cpus=self._cpus, num_gpus=self._gpus, max_retries=0, scheduling_strategy="SPREAD")(
+            run_job
+        )
 
     def _send(self, job: Job) -> Any:
         return self._run.options(name=job.id).remote(job)

@@ -96,9 +96,13 @@ class Worker:
             stdin.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "flopcalc.measure.jobs.worker", str(other_end.fileno())],
-                stdin=stdin, stdout=output, stderr=output, pass_fds=[other_end.fileno()], start_new_session=True,
+                stdin=stdin,
+                stdout=output,
+                stderr=output,
+                pass_fds=[other_end.fileno()],
+                start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path, **env},
-            )  # fmt: skip
+            )
 
     def __enter__(self) -> Worker:
         return self

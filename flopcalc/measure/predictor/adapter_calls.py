@@ -15,9 +15,11 @@ _RANKS, _ROWS, _WIDTHS = [8, 16, 24, 32, 48, 64], [2700, 5500], [1024, 3072, 819
 
 def list_sizes(is_tiny: bool) -> dict[str, list[int]]:
     """Ranks of adapters, rows of a batch, inputs or outputs of a layer."""
-    return {"ranks": [4], "rows": [6, 12], "widths": [16]} if is_tiny else {
-        "ranks": _RANKS, "rows": _ROWS, "widths": _WIDTHS,
-    }  # fmt: skip
+    return (
+        {"ranks": [4], "rows": [6, 12], "widths": [16]}
+        if is_tiny
+        else {"ranks": _RANKS, "rows": _ROWS, "widths": _WIDTHS}
+    )
 
 
 def measure_adapters(bench: Bench, ranks: list[int], rows: list[int], widths: list[int]) -> Json:
@@ -42,7 +44,11 @@ def _make_products(
     wide, narrow = (bench.random(m, size, dtype=torch.float32) for size in (width, rank))
     first, second = (bench.random(*size, dtype=torch.float32) for size in ((rank, width), (width, rank)))
     for form, left, right in (
-        ("down", wide, first.t()), ("up", narrow, second.t()), ("down", wide, second), ("up", narrow, first),
-        ("grad", narrow.t(), wide), ("down", wide.t(), narrow),
-    ):  # fmt: skip
+        ("down", wide, first.t()),
+        ("up", narrow, second.t()),
+        ("down", wide, second),
+        ("up", narrow, first),
+        ("grad", narrow.t(), wide),
+        ("down", wide.t(), narrow),
+    ):
         yield form, (left.shape[0], left.shape[1], right.shape[1]), partial(torch.mm, left, right)

@@ -27,8 +27,14 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool, device=bench.device).tril()
     places = torch.randint(0, 4, (16,), device=bench.device)
     found: dict[str, list[Callable[[], object]]] = {
-        "pointwise": [lambda: x + y, lambda: x * y, lambda: -x, lambda: functional.silu(x), lambda: wide.pow(2),
-                      lambda: torch.rsqrt(wide)],
+        "pointwise": [
+            lambda: x + y,
+            lambda: x * y,
+            lambda: -x,
+            lambda: functional.silu(x),
+            lambda: wide.pow(2),
+            lambda: torch.rsqrt(wide),
+        ],
         "view": [lambda: x.view(8, 4, 16), lambda: x.transpose(0, 1), lambda: x[..., :32], lambda: x.unsqueeze(0)],
         "make": [lambda: torch.empty_like(x)],
         "fill": [lambda: torch.zeros_like(x), lambda: torch.arange(8, device=bench.device)],
@@ -40,12 +46,16 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
         "softmax": [lambda: functional.softmax(wide, -1)],
         "gather": [lambda: functional.embedding(places, base), lambda: base[places]],
         "scatter": [lambda: base.index_add(0, places, base)],
-        "sort": [lambda: torch.topk(wide, 2, -1), lambda: torch.sort(places), lambda: torch.cumsum(places, 0),
-                 lambda: torch.histc(wide, bins=4, min=0, max=3)],
+        "sort": [
+            lambda: torch.topk(wide, 2, -1),
+            lambda: torch.sort(places),
+            lambda: torch.cumsum(places, 0),
+            lambda: torch.histc(wide, bins=4, min=0, max=3),
+        ],
         "product": [lambda: torch.mm(x, matrix), lambda: torch.addmm(row, x, matrix)],
         "attention": [lambda: functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)],
         "attention_masked": [lambda: functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)],
-    }  # fmt: skip
+    }
     if bench.is_gpu and hasattr(torch, "_grouped_mm"):
         experts, ends = draw(4, 64, 64), torch.tensor([4, 8, 12, 16], device=bench.device, dtype=torch.int32)
         found["product_grouped"] = [lambda: torch._grouped_mm(base, experts, offs=ends)]

@@ -19,8 +19,10 @@ _HEADS = [
 _TOKENS = [(512, 2, 1024), (2048, 8, 1024), (3000, 4, 2048), (4096, 8, 2048), (6700, 6, 2304), (5400, 2, 4096),
            (8192, 4, 3072), (6000, 8, 4096)]  # fmt: skip
 # The same with numbers of experts.
-_ROUTED = [(tokens, kept, width, experts) for (tokens, kept, width), experts in
-           zip(_TOKENS, (8, 64, 32, 128, 72, 16, 64, 256), strict=True)]  # fmt: skip
+_ROUTED = [
+    (tokens, kept, width, experts)
+    for (tokens, kept, width), experts in zip(_TOKENS, (8, 64, 32, 128, 72, 16, 64, 256), strict=True)
+]
 _TINY = [(6, 2, 8, 4), (12, 2, 8, 4), (24, 2, 8, 4)]
 
 

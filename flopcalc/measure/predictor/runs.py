@@ -40,11 +40,29 @@ MODELS: dict[str, tuple[str, int, int]] = {
 _COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
 # Suite quick leaves out what changes the fit little: docs/calibration.md shows the errors of both.
 _QUICK_RECOMPUTED = ("llama-3.2-1b", "mistral-7b", "gpt2-medium", "mixtral-8x7b", "qwen2-vl-2b")
-_QUICK_SMALL = ("qwen2.5-0.5b", "qwen3-1.7b", "gemma-2b", "gpt2-medium", "olmo-2-7b", "mixtral-8x7b", "qwen2-vl-2b",
-                "llava-1.5-7b")  # fmt: skip  # decoding, and the smallest training step
+_QUICK_SMALL = (
+    "qwen2.5-0.5b",
+    "qwen3-1.7b",
+    "gemma-2b",
+    "gpt2-medium",
+    "olmo-2-7b",
+    "mixtral-8x7b",
+    "qwen2-vl-2b",
+    "llava-1.5-7b",
+)  # decoding, and the smallest training step
 # Small steps of these show a host's speed: types with few and many operators, experts and towers among them.
-_QUICK_HOSTS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen3-1.7b", "gemma-2b", "phi-3-mini", "gpt2-medium", "gemma-3-1b",
-                "qwen3-30b-a3b", "qwen2-vl-2b", "llava-1.5-7b")  # fmt: skip
+_QUICK_HOSTS = (
+    "qwen2.5-0.5b",
+    "llama-3.2-1b",
+    "qwen3-1.7b",
+    "gemma-2b",
+    "phi-3-mini",
+    "gpt2-medium",
+    "gemma-3-1b",
+    "qwen3-30b-a3b",
+    "qwen2-vl-2b",
+    "llava-1.5-7b",
+)
 _WIDE = ("mistral-large-123b",)  # so wide that the host waits for the device in every training step
 _UNALIGNED = ("gpt2-medium",)  # a vocabulary that is no multiple of 8 makes its head slower
 _SETTLE_S = 1.5  # seconds of work after which a device at its power limit has settled on a clock
@@ -125,8 +143,11 @@ def name_case(case: Json) -> str:
     parts = [case["model"], case["phase"], f"{case['batch']}x{case['seq']}"]
     parts += [f"@{case['context']}"] if case["context"] else []
     parts += [counts.format_images(case["grids"])] if case["grids"] else []
-    parts += [case[key] for key, usual in (("attention", "sdpa"), ("recompute", "none"), ("optimizer", "adamw"))
-              if case[key] != usual]  # fmt: skip
+    parts += [
+        case[key]
+        for key, usual in (("attention", "sdpa"), ("recompute", "none"), ("optimizer", "adamw"))
+        if case[key] != usual
+    ]
     return "/".join(parts + (["compiled"] if case["compiled"] else []))
 
 
@@ -370,9 +391,13 @@ class Runner:
         seconds, spread = summarize(taken)
         energy_j = (after_j - before_j) / steps if before_j is not None and after_j is not None else None
         return {
-            "seconds": round_digits(seconds), "spread": round_digits(spread, 3), "steps": steps,
-            "mean_s": round_digits(total / steps), "energy_j": round_digits(energy_j, 4), "sm_clock_mhz": clock,
-        }  # fmt: skip
+            "seconds": round_digits(seconds),
+            "spread": round_digits(spread, 3),
+            "steps": steps,
+            "mean_s": round_digits(total / steps),
+            "energy_j": round_digits(energy_j, 4),
+            "sm_clock_mhz": clock,
+        }
 
 
 def get_config(name: str) -> Json:

@@ -93,9 +93,14 @@ class Configuration(NamedTuple):
         text = json.dumps(load_model(self.model, self.model_type).config, sort_keys=True, default=str)
         row = {"config": hashlib.sha256(text.encode()).hexdigest()[:16]}
         return Job(
-            self.id, call, self.to_args(), {ROW: row}, timeout_s=self.timeout_s, start_timeout_s=self.timeout_s,
+            self.id,
+            call,
+            self.to_args(),
+            {ROW: row},
+            timeout_s=self.timeout_s,
+            start_timeout_s=self.timeout_s,
             where=self.find_places(runs_dir),
-        )  # fmt: skip
+        )
 
 
 def find_model(model: str) -> str:
@@ -137,13 +142,17 @@ def make_matrix(
     return tuple(
         Configuration(
             f"{trainer}_bs{batch_size}_seq{seq_len}" + (f"_{labels[model]}" if len(labels) > 1 else ""),
-            trainer, batch_size, seq_len, model, **checked,
+            trainer,
+            batch_size,
+            seq_len,
+            model,
+            **checked,
         )
         for model in given["models"]
         for seq_len in given["seq_lens"]
         for batch_size in given["batch_sizes"]
         for trainer in given["trainers"]
-    )  # fmt: skip
+    )
 
 
 def load_matrix(source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> tuple[Configuration, ...]:
@@ -246,8 +255,11 @@ def _check_dtype(name: str, value: object) -> str:
 
 
 _LISTS: dict[str, Callable[[str, Any], Any]] = {
-    "trainers": _check_trainer, "batch_sizes": _check_size, "seq_lens": _check_length, "models": _check_model,
-}  # fmt: skip
+    "trainers": _check_trainer,
+    "batch_sizes": _check_size,
+    "seq_lens": _check_length,
+    "models": _check_model,
+}
 SETTINGS: dict[str, Callable[[str, Any], Any]] = {
     "dtype": _check_dtype,
     "device": _make_choice(DEVICES),

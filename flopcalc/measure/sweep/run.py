@@ -87,9 +87,16 @@ def run_sweep(
 
     jobs = [configuration.to_job(runs_dir, call) for configuration in configurations]
     outcome = run_jobs(
-        jobs, logs_dir, identity=describe_versions(), fresh=fresh, retry_failed=retry_failed, progress=progress,
-        launcher=launcher, logs=logs_dir, on_result=keep,
-    )  # fmt: skip
+        jobs,
+        logs_dir,
+        identity=describe_versions(),
+        fresh=fresh,
+        retry_failed=retry_failed,
+        progress=progress,
+        launcher=launcher,
+        logs=logs_dir,
+        on_result=keep,
+    )
     rows = tuple(make_row(owners[result.job], result) for result in outcome.results)
     save(rows)
     return Swept(rows, outcome.stopped, outcome.ran)
@@ -165,9 +172,14 @@ def _parse(line: str, where: str) -> Json:
 # What the summary reads of a row; a newer or an older flopcalc may write more or less, but not something else there.
 _TEXTS = ("id", "status", "trainer", "model")
 _SETTINGS = (
-    ("dtype",), ("device",), ("attention",), ("steps",), ("warmup",), ("environment", "device"),
+    ("dtype",),
+    ("device",),
+    ("attention",),
+    ("steps",),
+    ("warmup",),
+    ("environment", "device"),
     ("environment", "threads"),
-)  # fmt: skip
+)
 _NUMBERS = (
     ("batch_size",), ("seq_len",), ("parameters",), ("step_time_s", "median"), ("step_time_s", "p10"),
     ("step_time_s", "p90"), ("tokens_per_s",), ("peak_memory_bytes",), ("flops", "total"), ("counted_over_analytic",),

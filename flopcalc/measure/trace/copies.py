@@ -127,9 +127,13 @@ def run_counted(
 
     try:
         with (
-            torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False),
-            without_memory, _Alone(),  # type: ignore[no-untyped-call]
-        ):  # fmt: skip
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+            without_memory,
+            _Alone(),  # type: ignore[no-untyped-call]
+        ):
             return count_flops(made, run)
     finally:
         torch.random.set_rng_state(random)

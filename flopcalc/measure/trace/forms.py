@@ -71,10 +71,13 @@ def _reduce(row: list[Fraction], basis: list[list[Fraction]]) -> list[Fraction]:
 def _evaluate(text: str, point: Point) -> int:
     grids = point.get("grids", ())
     names = {
-        "b": point["b"], "n": point["n"], "c": point.get("c", 0), "images": point["b"] * len(grids),
+        "b": point["b"],
+        "n": point["n"],
+        "c": point.get("c", 0),
+        "images": point["b"] * len(grids),
         "patches": point["b"] * sum(t * h * w for t, h, w in grids),
         "pairs": point["b"] * sum(t * (h * w) ** 2 for t, h, w in grids),
-    }  # fmt: skip
+    }
     return int(evaluate(text, Names(names)))
 
 

@@ -15,9 +15,17 @@ from flopcalc.monitor.sinks.tensorboard import TensorboardSink
 from flopcalc.monitor.sinks.wandb import WandbSink
 
 __all__ = [
-    "LOG_NAME", "JsonlSink", "MlflowSink", "Outbox", "Record", "Say", "Sink", "TensorboardSink", "WandbSink",
+    "LOG_NAME",
+    "JsonlSink",
+    "MlflowSink",
+    "Outbox",
+    "Record",
+    "Say",
+    "Sink",
+    "TensorboardSink",
+    "WandbSink",
     "make_sinks",
-]  # fmt: skip
+]
 
 
 def make_sinks(

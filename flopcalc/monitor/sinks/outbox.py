@@ -225,9 +225,10 @@ class _Queue:
                 self._queue.clear()
                 self._changed.notify_all()
             self._say(
-                f"sink {sink.name} is left out: {error}; {sink.install}" if is_missing
+                f"sink {sink.name} is left out: {error}; {sink.install}"
+                if is_missing
                 else f"sink {sink.name}: {describe(error)}"
-            )  # fmt: skip
+            )
             return
         self._failures += 1
         self._attempts += 1

@@ -39,9 +39,12 @@ class WandbSink(Sink):
         os.makedirs(self._output_dir, exist_ok=True)
         settings = self._settings
         self._own = wandb.init(
-            project=settings.wandb_project, entity=settings.wandb_entity, name=settings.wandb_name,
-            mode=settings.wandb_mode, dir=self._output_dir,
-        )  # fmt: skip
+            project=settings.wandb_project,
+            entity=settings.wandb_entity,
+            name=settings.wandb_name,
+            mode=settings.wandb_mode,
+            dir=self._output_dir,
+        )
 
     def write(self, record: Record) -> None:
         run = _active_wandb_run()

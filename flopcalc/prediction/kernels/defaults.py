@@ -95,9 +95,11 @@ def load_defaults() -> Defaults:
 
     try:
         return Defaults(
-            DeviceDefaults(**take("device")), WorkDefaults(**take("work")), FitStart(**take("fit_start")),
+            DeviceDefaults(**take("device")),
+            WorkDefaults(**take("work")),
+            FitStart(**take("fit_start")),
             PlanningDefaults(**take("planning")),
-        )  # fmt: skip
+        )
     except (AttributeError, KeyError, TypeError):
         raise SpecError(f"{path}: is not the file of this version of flopcalc: install it again") from None
 

@@ -130,9 +130,7 @@ def time_grouped(shape: GroupShape, units: float, size: ProductSize) -> float:
     return shape.start + max(computed, moved / shape.bandwidth)
 
 
-def time_experts(
-    shape: ProductShape, bandwidth: float, weight_bytes: float, size: ProductSize
-) -> tuple[float, float]:  # fmt: skip
+def time_experts(shape: ProductShape, bandwidth: float, weight_bytes: float, size: ProductSize) -> tuple[float, float]:
     """Products of experts: seconds of their tiles, and of their weights' bytes.
 
     This is how training frameworks run them: one cuBLAS call for each on several streams, the tiles of all experts at

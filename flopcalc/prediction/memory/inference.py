@@ -55,9 +55,14 @@ class Serving(Step):
         return total
 
     def _list_working(
-        self, placed: list[Placed], written_out: set[str], gathers: dict[str, int], casts: dict[str, int], mask: int,
+        self,
+        placed: list[Placed],
+        written_out: set[str],
+        gathers: dict[str, int],
+        casts: dict[str, int],
+        mask: int,
         is_tower: bool,
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Bytes beside the residual stream at every moment of one layer's forward pass without autograd."""
         stream = self.find_stream(placed)
         working = [self._count_working(placed, i, stream, written_out, casts, is_tower) for i in range(len(placed))]

@@ -166,9 +166,7 @@ def predict_memory(
     if not estimator.trains(load):
         estimator, width, _ = _match_dtype(estimator, dtype, execution)
         return _infer(Serving(estimator, load, width, attention, execution), shards)
-    tensors = list_tensors(
-        estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution
-    )  # fmt: skip
+    tensors = list_tensors(estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution)
     return count_memory(tensors, shards, is_adding=is_adding)
 
 
@@ -224,9 +222,21 @@ def list_tensors(
         logits = numbers * (FLOAT if is_float else step.bytes)
         outside, loss = max(0, outside - logits), 3 * logits
     return Tensors(
-        tuple(parts), outside, loss, step.count_inputs(True), step.find_largest_layer(), step.bytes,
-        step.trained_bytes, each, chosen, tuple(step.notes), step.count_dequantized(), dummies, head, stream,
-    )  # fmt: skip
+        tuple(parts),
+        outside,
+        loss,
+        step.count_inputs(True),
+        step.find_largest_layer(),
+        step.bytes,
+        step.trained_bytes,
+        each,
+        chosen,
+        tuple(step.notes),
+        step.count_dequantized(),
+        dummies,
+        head,
+        stream,
+    )
 
 
 def _list_dummies(products: Sequence[Product]) -> tuple[Product, ...]:
@@ -348,8 +358,9 @@ def _count_dummies(tensors: Tensors, tensor: int) -> int:
 def cut_step(tensors: Tensors, shards: Shards) -> Cut:
     """What a device holds without ZeRO, moment by moment; `shards` says what of the step is there."""
     each, cut = tensors.gradient_bytes, shards.tensor * shards.sequence
-    taken = _take_parts(tensors, Shards(layers=shards.layers, has_first=shards.has_first, has_last=shards.has_last,
-                                        kinds=shards.kinds))  # fmt: skip
+    taken = _take_parts(
+        tensors, Shards(layers=shards.layers, has_first=shards.has_first, has_last=shards.has_last, kinds=shards.kinds)
+    )
     parts = cut_parts(shards, taken, tensors.dtype_bytes)
     outside = round(tensors.outside / cut * shards.in_flight) if shards.has_last else 0
     kept = outside + sum(part.kept.total for part in parts)
@@ -379,10 +390,14 @@ def cut_step(tensors: Tensors, shards: Shards) -> Cut:
         elif part.table:
             waiting[part.name] = part.table if not part.trained.total else 0
     return Cut(
-        sum_held(part.weights for part in parts), sum_held(part.trained for part in parts), kept, loss,
-        tensors.inputs // shards.sequence if shards.has_first else 0, _count_dummies(tensors, shards.tensor),
+        sum_held(part.weights for part in parts),
+        sum_held(part.trained for part in parts),
+        kept,
+        loss,
+        tensors.inputs // shards.sequence if shards.has_first else 0,
+        _count_dummies(tensors, shards.tensor),
         tuple(moments),
-    )  # fmt: skip
+    )
 
 
 class _Peak(NamedTuple):

@@ -101,9 +101,16 @@ class Step:
     """One model under one workload: the sizes that the moments are added up from."""
 
     def __init__(
-        self, estimator: Estimator, load: Workload, dtype_bytes: int, attention: str, execution: Execution = "eager",
-        input_bytes: int = 0, is_light: bool = False, expert_imbalance: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        estimator: Estimator,
+        load: Workload,
+        dtype_bytes: int,
+        attention: str,
+        execution: Execution = "eager",
+        input_bytes: int = 0,
+        is_light: bool = False,
+        expert_imbalance: float = 1.0,
+    ) -> None:
         if attention not in ("sdpa", *KERNELS):
             near = format_nearest(str(attention), ("sdpa", *KERNELS))
             raise RecipeError(f"attention {format_value(attention)} unknown.{near} Known: sdpa, {', '.join(KERNELS)}")
@@ -167,9 +174,7 @@ class Step:
 
     def count_weights(self) -> dict[tuple[str, int], SplitBytes]:
         """Path and first layer of a stage -> bytes of its weights; adapters are wider than a half-precision model."""
-        return self._sum_rows(
-            lambda row: sum(held.total_bytes for held in row.list_weights(self.has_adapters))
-        )  # fmt: skip
+        return self._sum_rows(lambda row: sum(held.total_bytes for held in row.list_weights(self.has_adapters)))
 
     def count_dequantized(self) -> int:
         """Bytes of the largest weight that bitsandbytes or HQQ dequantizes before its product; other kernels do not."""
@@ -219,19 +224,25 @@ class Step:
             is_past = is_past or (stage.repeated and stage.group == "language")
             place = (stage.path, stage.first)
             part = self._make_part(
-                stage, entries, stage.path in owing, trained.pop(place, SplitBytes()), gradient_bytes,
-                self._find_shared(stage) if stage.path in shared else "", wide,
-            )  # fmt: skip
+                stage,
+                entries,
+                stage.path in owing,
+                trained.pop(place, SplitBytes()),
+                gradient_bytes,
+                self._find_shared(stage) if stage.path in shared else "",
+                wide,
+            )
             is_language = stage.repeated and stage.group == "language"
             own = {numbers[stage.path, stage.first + at]: chain for at, chain in enumerate(stage.layers) if is_language}
             kept = {kind: self._sum_kept(chain, entries, stage, wide) for kind, chain in own.items()}
             parts.append(
                 part._replace(
                     kinds=tuple(Kind(kind, *sums[kind], kept[kind]) for kind in own),
-                    weights=weights.pop(place, SplitBytes()), is_language=is_language,
+                    weights=weights.pop(place, SplitBytes()),
+                    is_language=is_language,
                     is_last=is_past and stage.group == "language" and not stage.repeated,
                 )
-            )  # fmt: skip
+            )
         return parts, outside
 
     def _sum_kinds(self) -> dict[int, tuple[SplitBytes, SplitBytes]]:
@@ -279,9 +290,15 @@ class Step:
         return next((name for name in own if name in names), "")
 
     def _make_part(
-        self, stage: Stage, saved: list[SavedTensor], owes: bool, trained: SplitBytes, gradient_bytes: int, shared: str,
+        self,
+        stage: Stage,
+        saved: list[SavedTensor],
+        owes: bool,
+        trained: SplitBytes,
+        gradient_bytes: int,
+        shared: str,
         wide: set[str],
-    ) -> Part:  # fmt: skip
+    ) -> Part:
         layers, gradients = len(stage.layers), trained.total * gradient_bytes
         prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
         saved = self._cut_dropout(stage, saved, prefix) + (self._list_masks(stage, prefix) if owes else [])
@@ -318,9 +335,17 @@ class Step:
         is_kept = self.is_fused and not (stage.checkpoint and self.estimator.recipe.recompute != "none")
         outputs = sum(many * self._count_outputs(ops_of[chain]) for chain, many in chains.items()) if is_kept else 0
         return Part(
-            max(1, layers), SplitBytes(), trained, SplitBytes(kept_wide, kept - kept_wide), extra, table * self.bytes,
-            shared, copied=copied, wide_share=wide_share, outputs=outputs,
-        )  # fmt: skip
+            max(1, layers),
+            SplitBytes(),
+            trained,
+            SplitBytes(kept_wide, kept - kept_wide),
+            extra,
+            table * self.bytes,
+            shared,
+            copied=copied,
+            wide_share=wide_share,
+            outputs=outputs,
+        )
 
     def _count_outputs(self, ops: list[Op]) -> int:
         """Bytes that the attention of one layer puts out."""

@@ -42,8 +42,13 @@ def make_estimate_page(result: Json, work: str) -> str:
 def _list_figures(result: Json) -> list[tuple[str, object, object]]:
     flops = result["flops"]
     figures: list[tuple[str, object, object]] = []
-    for label, key in (("step", "total"), ("forward", "forward"), ("backward", "backward"),
-                       ("recomputed", "recompute"), ("clipping", "clipping")):  # fmt: skip
+    for label, key in (
+        ("step", "total"),
+        ("forward", "forward"),
+        ("backward", "backward"),
+        ("recomputed", "recompute"),
+        ("clipping", "clipping"),
+    ):
         if flops[key]:
             figures.append((label, number(flops[key], format_flops(flops[key])), f"{flops[key]:,} FLOPs"))
     tokens, visual = result["workload"]["tokens"], result["workload"]["visual_tokens"]
@@ -85,22 +90,33 @@ def _draw_modules(result: Json) -> list[Html]:
 
 def _list_parts(what: str, rows: Sequence[Json], whole: int) -> Html:
     cells = [
-        (row["name"].replace("_", " "), show_flops(row["forward"]), show_flops(row["backward"]),
-         show_flops(row["forward"] + row["backward"]), format_share(row["forward"] + row["backward"], whole))
+        (
+            row["name"].replace("_", " "),
+            show_flops(row["forward"]),
+            show_flops(row["backward"]),
+            show_flops(row["forward"] + row["backward"]),
+            format_share(row["forward"] + row["backward"], whole),
+        )
         for row in rows
         if row["forward"] or row["backward"]
-    ]  # fmt: skip
+    ]
     return table([what, "forward", "backward", "sum", "share"], cells, caption=f"FLOPs by {what}")
 
 
 def _list_modules(result: Json) -> Html:
     whole = result["flops"]["total"]
     rows = [
-        (show_code(row["path"]), row["kind"], show_exact(row["count"]), show_flops(row["forward"]),
-         show_flops(row["backward"]), format_share(row["forward"] + row["backward"], whole),
-         number(row["parameters"], format_parameters(row["parameters"])))
+        (
+            show_code(row["path"]),
+            row["kind"],
+            show_exact(row["count"]),
+            show_flops(row["forward"]),
+            show_flops(row["backward"]),
+            format_share(row["forward"] + row["backward"], whole),
+            number(row["parameters"], format_parameters(row["parameters"])),
+        )
         for row in result["modules"]
-    ]  # fmt: skip
+    ]
     headers = ["module", "kind", "×", "forward", "backward", "share", "parameters"]
     return table(headers, rows, caption="FLOPs and parameters by module", text_columns=2)
 

@@ -60,10 +60,13 @@ def table(
 
     head = element("tr", *(element("th", name, scope="col", class_=side(at)) for at, name in enumerate(headers)))
     body = [
-        element("tr", element("th", row[0], scope="row"),
-                *(element("td", cell, class_=side(at)) for at, cell in enumerate(row[1:], start=1)))
+        element(
+            "tr",
+            element("th", row[0], scope="row"),
+            *(element("td", cell, class_=side(at)) for at, cell in enumerate(row[1:], start=1)),
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     title = [element("caption", caption)] if caption else []
     whole = element("table", *title, element("thead", head), element("tbody", *body))
     # A wide table scrolls by itself, so that the page does not; with the keyboard, too.
@@ -107,9 +110,10 @@ def make_page(title: str, subtitle: str, parts: Iterable[object]) -> str:
         element_alone("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element_alone("meta", name="color-scheme", content="light dark"),
         # Nothing is loaded and nothing runs, whatever a model's name holds.
-        element_alone("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src "
-                      "'unsafe-inline'"),
-    ]  # fmt: skip
+        element_alone(
+            "meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"
+        ),
+    ]
     head = element("head", *meta, element("title", title), element("style", Html(_STYLE)))
     header = element("header", element("h1", title), paragraph(subtitle))
     footer = element("footer", paragraph(f"flopcalc {__version__}"))

@@ -31,9 +31,16 @@ def picture(title: str, draw: Callable[[int], tuple[int, Html]], caption: object
     for name, width in WIDTHS.items():
         height, shapes = draw(width)
         versions.append(
-            element("svg", element("title", title), shapes, class_=name, viewBox=f"0 0 {width} {height}", role="img",
-                    aria_label=title)
-        )  # fmt: skip
+            element(
+                "svg",
+                element("title", title),
+                shapes,
+                class_=name,
+                viewBox=f"0 0 {width} {height}",
+                role="img",
+                aria_label=title,
+            )
+        )
     return element("figure", *versions, *([element("figcaption", caption)] if caption else []))
 
 
@@ -100,18 +107,27 @@ def draw_stack(title: str, parts: Sequence[Bar], limit: Bar | None, caption: obj
             box = Box(x, 22, part.value * scale, 40)
             tip = element("title", f"{part.label}: {part.text}")
             shapes.append(
-                element("g", tip, _rectangle(box, class_=f"c{at % len(PALETTE)}"), *_label(part.label, box),
-                        _rectangle(box, class_="edge", stroke_width=1))
-            )  # fmt: skip
+                element(
+                    "g",
+                    tip,
+                    _rectangle(box, class_=f"c{at % len(PALETTE)}"),
+                    *_label(part.label, box),
+                    _rectangle(box, class_="edge", stroke_width=1),
+                )
+            )
             x += box.width
         if limit is not None:
             at_limit = limit.value * scale
             is_left = at_limit > width / 2
             shapes += [
                 element("path", d=f"M{_round(at_limit)} 4V70", class_="mark dash"),
-                _text(f"{limit.label} {limit.text}", at_limit + (-6 if is_left else 6), 14,
-                      anchor="end" if is_left else "start"),
-            ]  # fmt: skip
+                _text(
+                    f"{limit.label} {limit.text}",
+                    at_limit + (-6 if is_left else 6),
+                    14,
+                    anchor="end" if is_left else "start",
+                ),
+            ]
         return 72, join(shapes)
 
     return picture(title, draw, caption)

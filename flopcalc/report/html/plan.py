@@ -64,22 +64,30 @@ def _list_best(best: Sequence[Json]) -> Html:
     headers = ["layout", "step", "from", "to", "MFU", "HFU", "memory a GPU", "days", "GPU-hours", "kWh", "USD"]
     rows = [
         (
-            each["name"], *(show_seconds(each["step_time_s"][key]) for key in ("mid", "low", "high")),
-            show_percent(each["mfu"]), show_percent(each["hfu"]), show_bytes(each["memory_bytes"]["total"]),
-            _show_amount(each["days"]["mid"]), _show_amount(each["gpu_hours"]["mid"]),
-            _show_amount(each["energy_kwh"]), _show_amount(each["usd"]["mid"] if each["usd"] else None),
+            each["name"],
+            *(show_seconds(each["step_time_s"][key]) for key in ("mid", "low", "high")),
+            show_percent(each["mfu"]),
+            show_percent(each["hfu"]),
+            show_bytes(each["memory_bytes"]["total"]),
+            _show_amount(each["days"]["mid"]),
+            _show_amount(each["gpu_hours"]["mid"]),
+            _show_amount(each["energy_kwh"]),
+            _show_amount(each["usd"]["mid"] if each["usd"] else None),
         )
         for each in best
-    ]  # fmt: skip
+    ]
     return table(headers, rows, caption="Fastest first")
 
 
 def _draw_layouts(result: Json, points: Sequence[tuple[float, int]]) -> Html:
     front = [
-        Spot(each["memory_bytes"] / _GIB, each["step_time_s"],
-             f"{each['layout']}: {format_seconds(each['step_time_s'])}, {format_bytes(each['memory_bytes'])}")
+        Spot(
+            each["memory_bytes"] / _GIB,
+            each["step_time_s"],
+            f"{each['layout']}: {format_seconds(each['step_time_s'])}, {format_bytes(each['memory_bytes'])}",
+        )
         for each in result["front"]
-    ]  # fmt: skip
+    ]
     capacity = result["memory_capacity_bytes"]
     return draw_points(
         "Step time over memory of every layout that fits",
@@ -95,9 +103,12 @@ def _draw_layouts(result: Json, points: Sequence[tuple[float, int]]) -> Html:
 def _count_layouts(layouts: Json) -> list[object]:
     skipped = ", ".join(f"{rule} {count:,}" for rule, count in sorted(layouts["skipped"].items()))
     return [
-        show_exact(layouts["divide"]), " layouts are valid, ", show_exact(layouts["fit"]), " of them fit in memory.",
+        show_exact(layouts["divide"]),
+        " layouts are valid, ",
+        show_exact(layouts["fit"]),
+        " of them fit in memory.",
         f" Left out by rule: {skipped}." if skipped else "",
-    ]  # fmt: skip
+    ]
 
 
 def _draw_time(best: Json) -> list[Html]:

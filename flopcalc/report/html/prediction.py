@@ -106,11 +106,14 @@ def _draw_memory(memory: Json) -> list[Html]:
 
 def _list_floors(floors: Json, step: Json) -> Html:
     rows = [
-        ("compute: FLOPs at the peak", number(floors["flops"], format_flops(floors["flops"])),
-         show_seconds(floors["compute_s"])),
+        (
+            "compute: FLOPs at the peak",
+            number(floors["flops"], format_flops(floors["flops"])),
+            show_seconds(floors["compute_s"]),
+        ),
         ("bandwidth: bytes at its bandwidth", show_bytes(floors["bytes"]), show_seconds(floors["bandwidth_s"])),
         ("predicted", "", show_seconds(step["mid"])),
-    ]  # fmt: skip
+    ]
     rate = number(floors["tokens_per_s"], f"{floors['tokens_per_s']:,.0f}")
     grid = table(["floor", "amount", "least time"], rows, caption="No code can be faster than the higher floor")
     return join([grid, paragraph("At most ", rate, " tokens per second.")])

@@ -14,8 +14,9 @@ Json = Mapping[str, Any]
 Grid = tuple[Sequence[str], Sequence[Sequence[str]]]  # headers and cells
 
 
-def make_sweep_page(summary: Json, trainers: Grid, configurations: Grid, *, setting: Sequence[str],
-                    notes: Sequence[str]) -> str:  # fmt: skip
+def make_sweep_page(
+    summary: Json, trainers: Grid, configurations: Grid, *, setting: Sequence[str], notes: Sequence[str]
+) -> str:
     """`summary` is what --json prints; both grids, `setting` and `notes` are those of the text summary."""
     rate = summary["success_rate"]
     figures: list[tuple[str, object, object]] = [

@@ -18,9 +18,16 @@ from flopcalc.setup.launch.settings import LaunchSettings, Taken
 
 # Asked in this order: the first whose keys are in the file reads it.
 FRAMEWORKS = (
-    "megatron_swift", "llamafactory_v1", "axolotl", "ms_swift", "llamafactory", "torchtitan", "trl", "accelerate",
+    "megatron_swift",
+    "llamafactory_v1",
+    "axolotl",
+    "ms_swift",
+    "llamafactory",
+    "torchtitan",
+    "trl",
+    "accelerate",
     "training_arguments",
-)  # fmt: skip
+)
 _FOLDER = os.path.dirname(__file__)
 # An option that is given takes the place of these too.
 _TOGETHER = (
@@ -121,10 +128,12 @@ def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: 
     overridden = [word for word in taken if word in said or any(word in group and said & group for group in _TOGETHER)]
     kept = {word: each for word, each in taken.items() if word not in overridden}
     report = {
-        "files": list(found.files), "frameworks": list(found.frameworks),
+        "files": list(found.files),
+        "frameworks": list(found.frameworks),
         "taken": [{"option": word, "value": each.value, "key": each.key} for word, each in kept.items()],
-        "overridden": overridden, "not_understood": unknown,
-    }  # fmt: skip
+        "overridden": overridden,
+        "not_understood": unknown,
+    }
     return LaunchOptions({word: each.value for word, each in kept.items()}, report)
 
 

@@ -202,8 +202,11 @@ def test_sums_products_and_json() -> None:
     three = one + one * 2
     assert (three.clipping, three.total) == (3 * one.clipping, 3 * one.total)
     assert tuple(map(sum, zip(*three.by_component().values(), strict=True))) == (
-        three.forward, three.backward, 0, three.clipping,
-    )  # fmt: skip
+        three.forward,
+        three.backward,
+        0,
+        three.clipping,
+    )
     shown = one.to_dict()
     assert shown["recipe"]["clipping"] == "ghost"
     assert shown["flops"]["clipping"] == one.clipping
@@ -269,9 +272,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ("gemma-2-2b", {"clipping": "hooks"}, "no count of an Opacus step has proven it for model_type 'gemma2'"),
     (QWEN_VL, {"clipping": "hooks"}, "has a tower, whose rows are not samples"),
-    ({"model_type": "t5", "vocab_size": 50, "d_model": 12, "d_kv": 4, "d_ff": 20, "num_layers": 1, "num_heads": 3},
-     {"clipping": "hooks"}, "has an encoder and a decoder"),
-]  # fmt: skip
+    (
+        {"model_type": "t5", "vocab_size": 50, "d_model": 12, "d_kv": 4, "d_ff": 20, "num_layers": 1, "num_heads": 3},
+        {"clipping": "hooks"},
+        "has an encoder and a decoder",
+    ),
+]
 
 
 @pytest.mark.parametrize(("model", "recipe", "words"), REFUSED)

@@ -11,9 +11,13 @@ from flopcalc.core.estimate.estimate import Estimate
 
 D, FF, V, S = 8, 12, 10, 5
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": D, "intermediate_size": FF, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "vocab_size": V,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": FF,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": V,
+}
 PROJ = 2 * D * D * S  # q, k, v and o each
 SCORE = 2 * D * S * S  # queries by keys, and probabilities by values: each 2 · heads · head_dim · pairs
 MLP = 2 * D * FF * S  # gate, up and down each
@@ -150,9 +154,13 @@ def test_siblings_owe_one_input_gradient_each() -> None:
 @pytest.mark.parametrize(("norm", "products"), [("q_layernorm", 2), ("k_layernorm", 2), ("*_layernorm", 3)])
 def test_norms_of_queries_and_keys_owe_no_gradient_of_the_values(norm: str, products: int) -> None:
     config = {
-        "model_type": "persimmon", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 10,
-    }  # fmt: skip
+        "model_type": "persimmon",
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 10,
+    }
     estimate = bind(config, recipe={"train_only": f"*.self_attn.{norm}"}, convention="full")(1, S)
     assert backward(estimate)["model.layers.0.self_attn"] == products * 2 * 8 * S * S  # of the probabilities, q, k
 

@@ -24,18 +24,17 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT}
 MODELS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "llama": (LLAMA, [0, 0, 0, 0]),
     "mistral": ({"model_type": "mistral", **TEXT, "sliding_window": 5}, [5, 5, 5, 5]),
-    "gemma3": (
-        {"model_type": "gemma3_text", **TEXT, "sliding_window": 3, "sliding_window_pattern": 3},
-        [3, 3, 0, 3],
-    ),
+    "gemma3": ({"model_type": "gemma3_text", **TEXT, "sliding_window": 3, "sliding_window_pattern": 3}, [3, 3, 0, 3]),
     "gemma3 by layer_types": (
         {
-            "model_type": "gemma3_text", **TEXT, "sliding_window": 4,
+            "model_type": "gemma3_text",
+            **TEXT,
+            "sliding_window": 4,
             "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
         },
         [0, 4, 0, 4],
     ),
-}  # fmt: skip
+}
 VISION: dict[str, Any] = {
     "depth": 3, "hidden_size": 32, "intermediate_size": 20, "num_heads": 4, "patch_size": 4, "window_size": 16,
     "fullatt_block_indexes": [1], "out_hidden_size": D, "in_channels": 3, "temporal_patch_size": 2,
@@ -162,9 +161,11 @@ def test_by_module_depths() -> None:
     estimate = bind(LLAMA)(1, 8)
     assert [row.path for row in estimate.by_module(1)] == ["model", "lm_head"]
     assert [(row.path, row.kind, row.copies) for row in estimate.by_module(3)] == [
-        ("model.embed_tokens", "embed", 1), ("model.layers.*", "module", 4), ("model.norm", "norm", 1),
+        ("model.embed_tokens", "embed", 1),
+        ("model.layers.*", "module", 4),
+        ("model.norm", "norm", 1),
         ("lm_head", "linear", 1),
-    ]  # fmt: skip
+    ]
     assert len(estimate.by_module(3, per_layer=True)) == 7
     for depth in (0, -1, 1.5, True, "2"):
         with pytest.raises(WorkloadError, match="depth must be"):
@@ -381,9 +382,13 @@ def test_feature_layer_outside_the_tower_is_refused() -> None:
 
 # --- what is counted as what -----------------------------------------------------------------------------------------
 BERT: dict[str, Any] = {
-    "hidden_size": D, "intermediate_size": FF, "num_hidden_layers": 2, "num_attention_heads": HEADS,
-    "vocab_size": VOCAB, "max_position_embeddings": 40,
-}  # fmt: skip
+    "hidden_size": D,
+    "intermediate_size": FF,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 40,
+}
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

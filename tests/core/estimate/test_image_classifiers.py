@@ -33,10 +33,12 @@ LABELS = {"id2label": {str(i): str(i) for i in range(1000)}}
         ({"model_type": "timm_wrapper", "num_classes": 1000}, (1, 224, 224), 25_557_032, 4_089_184_256),
         (
             {"model_type": "timm_wrapper", "num_classes": 1000, "architecture": "vit_base_patch16_384"},
-            (1, 384, 384), 86_859_496, 55_484_350_464,
+            (1, 384, 384),
+            86_859_496,
+            55_484_350_464,
         ),
     ],
-)  # fmt: skip
+)
 def test_published_sizes(config: dict[str, Any], grid: tuple[int, int, int], parameters: int, macs: int) -> None:
     model = bind({**LABELS, **config})
     assert model.cut_images([(640, 480)])[0] == [grid]
@@ -75,18 +77,32 @@ def test_architectures_decide(kind: str, classes: str) -> None:
         ({"model_type": "dinat", "patch_size": 8}, "patch_size must be 4"),
         ({"model_type": "hgnet_v2", "stem_strides": [2, 2, 1, 2, 1]}, "stem_strides must be 1 in its second"),
         ({"model_type": "textnet", "conv_layer_kernel_sizes": [[[2, 3]]]}, "hidden_sizes one more"),
-        ({"model_type": "textnet", "conv_layer_kernel_sizes": [[3]], "conv_layer_strides": [[1]],
-          "hidden_sizes": [64, 64]}, "pairs of odd numbers"),
+        (
+            {
+                "model_type": "textnet",
+                "conv_layer_kernel_sizes": [[3]],
+                "conv_layer_strides": [[1]],
+                "hidden_sizes": [64, 64],
+            },
+            "pairs of odd numbers",
+        ),
         ({"model_type": "textnet", "conv_layer_kernel_sizes": [3]}, "a list for each stage"),
-        ({"model_type": "textnet", "conv_layer_kernel_sizes": [[[3, 3]]], "conv_layer_strides": [[0]],
-          "hidden_sizes": [64, 64]}, "whole numbers above 0"),
+        (
+            {
+                "model_type": "textnet",
+                "conv_layer_kernel_sizes": [[[3, 3]]],
+                "conv_layer_strides": [[0]],
+                "hidden_sizes": [64, 64],
+            },
+            "whole numbers above 0",
+        ),
         ({"model_type": "pp_lcnet", "block_configs": [[[3, 16, 32, 1]]] * 5}, "lists of an odd kernel"),
         ({"model_type": "pp_lcnet", "block_configs": [[[3, 64, 64, 1, False]]] * 5}, "the one before has 16"),
         ({"model_type": "imagegpt", "add_cross_attention": True}, "add_cross_attention is not described"),
         ({"model_type": "timm_wrapper", "architecture": "convnext_base"}, "architecture: only plain ResNets"),
         ({"model_type": "timm_wrapper", "model_args": {"depth": 3}}, "model_args are not described"),
     ],
-)  # fmt: skip
+)
 def test_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(FlopcalcError, match=words):
         bind(config)

@@ -37,9 +37,11 @@ def test_sampling_is_steps_of_the_denoiser_and_one_run_of_the_others() -> None:
     assert estimate.total == 2_098_100_413_476_864
     assert estimate.pipeline is not None
     assert [(part.name, part.kind, part.runs) for part in estimate.pipeline.parts] == [
-        ("transformer", "denoiser", 28), ("text_encoder", "text_encoder", 1), ("text_encoder_2", "text_encoder", 1),
+        ("transformer", "denoiser", 28),
+        ("text_encoder", "text_encoder", 1),
+        ("text_encoder_2", "text_encoder", 1),
         ("vae", "vae", 1),
-    ]  # fmt: skip
+    ]
     assert sum(part.flops.total for part in estimate.pipeline.parts) == estimate.total
     shown = estimate.to_dict()
     assert shown["workload"]["phase"] == "sample"

@@ -64,8 +64,12 @@ def workloads(draw: st.DrawFn, family: str) -> dict[str, Any]:
     phase = draw(st.sampled_from(["train", "train", "forward", "prefill", "decode"]))
     load: dict[str, Any] = {"phase": phase}
     if phase == "decode":
-        return {**load, "batch_size": draw(st.integers(1, 5)), "seq_len": draw(st.integers(1, 9)),
-                "context": draw(st.integers(0, 20))}  # fmt: skip
+        return {
+            **load,
+            "batch_size": draw(st.integers(1, 5)),
+            "seq_len": draw(st.integers(1, 9)),
+            "context": draw(st.integers(0, 20)),
+        }
     load["logits"] = draw(st.sampled_from([None, "all", "last", 3]))
     if draw(st.booleans()):
         load["lengths"] = draw(lengths)
@@ -77,8 +81,10 @@ def workloads(draw: st.DrawFn, family: str) -> dict[str, Any]:
         grids = []
         for _ in range(draw(st.integers(0, 3))):
             t, h, w = VISION_GRIDS.get(family) or (
-                draw(st.integers(1, 2)), 2 * draw(st.integers(1, 4)), 2 * draw(st.integers(1, 4)),
-            )  # fmt: skip
+                draw(st.integers(1, 2)),
+                2 * draw(st.integers(1, 4)),
+                2 * draw(st.integers(1, 4)),
+            )
             tokens = t * h * w if family == "llava" else t * h * w // 4
             if tokens <= room:
                 room -= tokens
@@ -336,10 +342,15 @@ def test_decode_is_its_tokens_one_by_one(family: str, rows: int, new: int, conte
 
 # --- mutated input ----------------------------------------------------------------------------------------------------
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 20), st.sampled_from([0, 1, 10**6, 10**15, -(10**30)]),
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 20),
+    st.sampled_from([0, 1, 10**6, 10**15, -(10**30)]),
     st.just(10).map(lambda base: base**5000),
-    st.floats(), st.text(max_size=8), st.sampled_from(["sliding_attention", "full_attention", "llama", "default"]),
-)  # fmt: skip
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["sliding_attention", "full_attention", "llama", "default"]),
+)
 garbage = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),

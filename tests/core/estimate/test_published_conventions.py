@@ -127,9 +127,13 @@ def test_deepseek_v4_in_torchtitan_term_by_term() -> None:
     # Ours needs fewer pairs, mixes streams, and trains no indexer; it has no multi-token prediction.
     parts = {name: sum(flops) // 4096 for name, flops in estimate.by_component().items() if sum(flops)}
     assert parts == {
-        "attention_projections": 29_606_019_072, "attention_scores": 5_598_603_264, "mlp": 45_449_478_144,
-        "router": 270_532_608, "lm_head": 3_177_185_280, "other": 237_109_248,
-    }  # fmt: skip
+        "attention_projections": 29_606_019_072,
+        "attention_scores": 5_598_603_264,
+        "mlp": 45_449_478_144,
+        "router": 270_532_608,
+        "lm_head": 3_177_185_280,
+        "other": 237_109_248,
+    }
     without = estimate.terms_under("torchtitan", mtp=0)
     assert without["mtp"] == 0
     assert estimate.under("torchtitan", mtp=2) - sum(without.values()) == 2 * terms["mtp"] * 4096

@@ -106,10 +106,12 @@ def test_other_conventions_need_the_same_whatever_the_routing() -> None:
 
 @pytest.mark.parametrize(
     ("model", "given", "said"),
-    [("llama-3.2-1b", "even", "llama-3.2-1b has no experts that a router chooses: leave routing out"),
-     (CONFIG, [1] * 7, "routing has rows for 7 experts; model.layers.1 has 8"),
-     (CONFIG, [[1] * 8] * 4, "routing has rows for 4 layers; config has 3 with experts")],
-)  # fmt: skip
+    [
+        ("llama-3.2-1b", "even", "llama-3.2-1b has no experts that a router chooses: leave routing out"),
+        (CONFIG, [1] * 7, "routing has rows for 7 experts; model.layers.1 has 8"),
+        (CONFIG, [[1] * 8] * 4, "routing has rows for 4 layers; config has 3 with experts"),
+    ],
+)
 def test_what_does_not_fit_a_model_is_refused(model: Any, given: Any, said: str) -> None:
     with pytest.raises(FlopcalcError) as raised:
         estimate_flops(model, seq_len=8, routing=given)
@@ -118,9 +120,12 @@ def test_what_does_not_fit_a_model_is_refused(model: Any, given: Any, said: str)
 
 @pytest.mark.parametrize(
     ("given", "shown"),
-    [({}, "even"), ({"routing": "spread:0.4"}, "spread:0.4"),
-     ({"routing": [[1] * 8] * 3}, "rows of 8 experts in 3 layers")],
-)  # fmt: skip
+    [
+        ({}, "even"),
+        ({"routing": "spread:0.4"}, "spread:0.4"),
+        ({"routing": [[1] * 8] * 3}, "rows of 8 experts in 3 layers"),
+    ],
+)
 def test_results_say_the_routing(given: dict[str, Any], shown: str) -> None:
     estimate = estimate_flops(CONFIG, **SIZES, **given)
     assert estimate.to_dict()["routing"] == shown

@@ -25,9 +25,13 @@ def test_mfu_is_flops_over_time_and_peak() -> None:
     assert share == Utilization(share.value, 1e12, None, "bf16", None, (FormatPeak("bf16", estimate.total, 1e12),))
     assert float(share) == share.value
     assert share.to_dict() == {
-        "value": share.value, "peak_flops_per_s": 1e12, "device": None, "dtype": "bf16", "of_bf16_peak": None,
+        "value": share.value,
+        "peak_flops_per_s": 1e12,
+        "device": None,
+        "dtype": "bf16",
+        "of_bf16_peak": None,
         "peaks": [{"format": "bf16", "flops": estimate.total, "peak_flops_per_s": 1e12}],
-    }  # fmt: skip
+    }
 
 
 def test_mfu_is_never_of_convention_hardware() -> None:

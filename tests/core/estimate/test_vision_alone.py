@@ -16,9 +16,11 @@ VIT = {
 }  # fmt: skip
 TOWER = {"hidden_size": 24, "intermediate_size": 34, "num_hidden_layers": 1, "num_attention_heads": 3}
 CLIP = {
-    "model_type": "clip", "projection_dim": 18, "vision_config": {**TOWER, "image_size": 12, "patch_size": 4},
+    "model_type": "clip",
+    "projection_dim": 18,
+    "vision_config": {**TOWER, "image_size": 12, "patch_size": 4},
     "text_config": {**TOWER, "vocab_size": 99, "max_position_embeddings": 16},
-}  # fmt: skip
+}
 
 
 def test_images_are_the_workload() -> None:
@@ -83,9 +85,13 @@ def test_what_is_counted_in_tokens() -> None:
 
 def test_detectors_pad_to_the_largest_image() -> None:
     config = {
-        "model_type": "yolos", **TOWER, "image_size": [12, 12], "patch_size": 4, "num_detection_tokens": 6,
+        "model_type": "yolos",
+        **TOWER,
+        "image_size": [12, 12],
+        "patch_size": 4,
+        "num_detection_tokens": 6,
         "architectures": ["YolosModel"],
-    }  # fmt: skip
+    }
     rows = {}
     for convention in ("model", "full"):
         step = bind(config, convention=convention)(image_grid_thw=[[1, 3, 2], [1, 2, 5]], phase="forward")
@@ -142,17 +148,23 @@ def test_every_patch_is_compared_with_the_texts() -> None:
 
 # --- towers inside other models ---------------------------------------------------------------------------------------
 TEXT = {
-    "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 101,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
 
 
 def make_llava(tower: str, text: str, **more: Any) -> dict[str, Any]:
     vision = {"model_type": tower, **TOWER, "image_size": 12, "patch_size": 4}
     return {
-        "model_type": "llava", "vision_feature_select_strategy": "full", "vision_config": {**vision, **more},
+        "model_type": "llava",
+        "vision_feature_select_strategy": "full",
+        "vision_config": {**vision, **more},
         "text_config": {"model_type": text, **TEXT},
-    }  # fmt: skip
+    }
 
 
 def test_images_are_cut_as_the_tower_does() -> None:
@@ -190,9 +202,14 @@ def test_a_shortest_side_means_a_square(model_type: str) -> None:
 def test_a_live_model_may_have_empty_parameters() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.DINOv3ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_register_tokens=0,
-        image_size=32, patch_size=8,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_register_tokens=0,
+        image_size=32,
+        patch_size=8,
+    )
     live = bind(transformers.DINOv3ViTModel(config))(images=[(32, 32)])
     assert live.total == bind({**config.to_dict(), "architectures": ["DINOv3ViTModel"]})(images=[(32, 32)]).total
 

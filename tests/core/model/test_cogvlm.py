@@ -10,13 +10,20 @@ from flopcalc import bind
 from flopcalc.base.errors import WorkloadError
 
 SHARED: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
     "vocab_size": 128256,
-}  # fmt: skip
+}
 TOWER = {
-    "hidden_size": 1792, "intermediate_size": 15360, "num_hidden_layers": 63, "num_heads": 16, "patch_size": 14,
+    "hidden_size": 1792,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 63,
+    "num_heads": 16,
+    "patch_size": 14,
     "in_channels": 3,
-}  # fmt: skip
+}
 IMAGES = SHARED | {  # zai-org/cogvlm2-llama3-chat-19B; its config class has 8 key heads, its config.json no such key
     "architectures": ["CogVLMForCausalLM"],
     "vision_config": {**TOWER, "image_size": 1344, "num_positions": 9217},

@@ -17,9 +17,13 @@ from flopcalc.base.data import list_data_files
 from flopcalc.core.model.config import load_config
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "vocab_size": 50,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 50,
+}
 
 
 def write(path: Path, content: Any) -> Path:
@@ -362,7 +366,7 @@ def test_mistyped_flag(key: str, value: Any) -> None:
         ({"model_type": "qwen3_vl", "vision_config": {"depth": 2}, "text_config": {}}, "reads layer 24"),
         ({"model_type": "gpt2", "n_embd": 25, "n_layer": 1, "n_head": 4, "vocab_size": 9}, "whole number, not 25/4"),
     ],
-)  # fmt: skip
+)
 def test_configs_that_contradict_themselves(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         bind(config)

@@ -23,9 +23,13 @@ WHISPER = {
     "vocab_size": 101, "max_source_positions": 150, "max_target_positions": 40,
 }  # fmt: skip
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 43, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "vocab_size": 101,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 43,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+}
 QWEN_AUDIO = {
     "model_type": "qwen2_audio", "audio_token_index": 7,
     "audio_config": {
@@ -120,9 +124,10 @@ def test_batch_gives_both_lengths() -> None:
 
 def test_padding_is_not_work_on_either_side() -> None:
     batch = {
-        "input_ids": [[5] * 13] * 2, "attention_mask": [[1] * 13, [1] * 9 + [0] * 4],
+        "input_ids": [[5] * 13] * 2,
+        "attention_mask": [[1] * 13, [1] * 9 + [0] * 4],
         "labels": [[5] * 4 + [-100] * 3, [-100] * 2 + [5] * 5],
-    }  # fmt: skip
+    }
     needed = sum(estimate_flops(T5, seq_len=seq, decoder_seq_len=length).total for seq, length in ((13, 4), (9, 7)))
     assert estimate_flops(T5, batch=batch).total == needed
     full = estimate_flops(T5, batch_size=2, seq_len=13, decoder_seq_len=7, convention="full")
@@ -133,9 +138,10 @@ def test_padding_is_not_work_on_either_side() -> None:
 
 def test_batch_of_audio() -> None:
     batch = {"input_features": [[[0.0] * 300] * 7] * 2, "labels": [[5] * 7] * 2}
-    assert estimate_flops(WHISPER, batch=batch).total == estimate_flops(
-        WHISPER, batch_size=2, clips=[300, 300], decoder_seq_len=7
-    ).total  # fmt: skip
+    assert (
+        estimate_flops(WHISPER, batch=batch).total
+        == estimate_flops(WHISPER, batch_size=2, clips=[300, 300], decoder_seq_len=7).total
+    )
 
 
 @pytest.mark.parametrize(

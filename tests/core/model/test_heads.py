@@ -35,8 +35,11 @@ BODY = LAYERS * (2 * D * D + 2 * D * D // 2 + 3 * D * FF + 2 * D) + D + VOCAB * 
         ("LlamaModel", "none", BODY),
         ("LlamaBidirectionalModel", "none", BODY),
         ("LlamaForRewardModel", "sequence:1", BODY + D * D + D + D + 1),
-        ("LlamaForRewardModelWithGating", "sequence:19",
-         BODY + 19 * D + 19**2 + D * 1024 + 2 * 1024**2 + 3 * 1024 + 1024 * 19 + 19 + 1),
+        (
+            "LlamaForRewardModelWithGating",
+            "sequence:19",
+            BODY + 19 * D + 19**2 + D * 1024 + 2 * 1024**2 + 3 * 1024 + 1024 * 19 + 19 + 1,
+        ),
         ("EurusRewardModel", "sequence:1", BODY + D),
         ("GPTRewardModel", "sequence:1", BODY + D),
         ("LlamaForScore", "sequence:1", BODY + D),
@@ -51,7 +54,7 @@ BODY = LAYERS * (2 * D * D + 2 * D * D // 2 + 3 * D * FF + 2 * D) + D + VOCAB * 
         ("ColBERTLfm2Model", "token:128", BODY + 128 * D),
         ("ChatGLMModel", "lm", BODY + VOCAB * D),
     ],
-)  # fmt: skip
+)
 def test_the_class_says_the_head(named: str, head: str, parameters: int) -> None:
     estimate = estimate_flops({**LLAMA, "architectures": [named], "num_labels": 3}, seq_len=5)
     assert estimate.to_dict()["model"]["head"] == head
@@ -60,9 +63,16 @@ def test_the_class_says_the_head(named: str, head: str, parameters: int) -> None
 
 @pytest.mark.parametrize(
     ("asked", "head"),
-    [("lm", "lm"), ("none", "none"), ("sequence", "sequence:4"), ("sequence:7", "sequence:7"), ("token", "token:4"),
-     ("token:1", "token:1"), ("value", "value")],
-)  # fmt: skip
+    [
+        ("lm", "lm"),
+        ("none", "none"),
+        ("sequence", "sequence:4"),
+        ("sequence:7", "sequence:7"),
+        ("token", "token:4"),
+        ("token:1", "token:1"),
+        ("value", "value"),
+    ],
+)
 def test_a_head_that_is_asked_for(asked: str, head: str) -> None:
     config = {**LLAMA, "architectures": ["LlamaForCausalLM"], "id2label": dict(enumerate("abcd"))}
     estimate = estimate_flops(config, seq_len=5, head=asked)
@@ -105,8 +115,13 @@ def test_a_classifier_needs_one_position_and_scores_all() -> None:
     assert packed.by_component()["head"].forward == 2 * D * 3 * 3
 
 
-GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "head_dim": 6, "sliding_window": 8,
-          "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+GEMMA3 = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "head_dim": 6,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 @pytest.mark.parametrize(
@@ -165,9 +180,14 @@ def test_lora_trains_the_classifier_too() -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("lms", "head 'lms' unknown: it is lm, none, sequence[:N], token[:N] or value"), ("none:3", "has no number"),
-     ("sequence:x", "must be a whole number, as in sequence:2"), ("token:0", "labels"), (3, "head must be lm, none")],
-)  # fmt: skip
+    [
+        ("lms", "head 'lms' unknown: it is lm, none, sequence[:N], token[:N] or value"),
+        ("none:3", "has no number"),
+        ("sequence:x", "must be a whole number, as in sequence:2"),
+        ("token:0", "labels"),
+        (3, "head must be lm, none"),
+    ],
+)
 def test_heads_that_are_none(text: Any, words: str) -> None:
     with pytest.raises(FlopcalcError) as caught:
         check_head(text)
@@ -195,9 +215,10 @@ def test_heads_of_image_classifiers(head: str | None, parameters: int) -> None:
 def test_a_reranker_of_images_scores_one_vector() -> None:
     text = {"hidden_size": 24, "intermediate_size": 42, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = {
-        "model_type": "llama_nemotron_vl", "llm_config": {**text, "vocab_size": 96, "num_labels": 3},
+        "model_type": "llama_nemotron_vl",
+        "llm_config": {**text, "vocab_size": 96, "num_labels": 3},
         "vision_config": {**text, "image_size": 24, "patch_size": 4},
-    }  # fmt: skip
+    }
     totals = [
         bind({**config, "architectures": [name]}).parameters()["total"]
         for name in ("LlamaNemotronVLModel", "LlamaNemotronVLForSequenceClassification")

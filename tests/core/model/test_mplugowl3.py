@@ -10,9 +10,13 @@ from flopcalc import bind
 from flopcalc.base.errors import ConfigError
 
 TOWER = {
-    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-    "num_attention_heads": 16, "patch_size": 14,
-}  # fmt: skip
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+}
 FIRST: dict[str, Any] = {  # mPLUG-Owl3-7B-240728
     "model_type": "mplugowl3", "architectures": ["mPLUGOwl3Model"], "hidden_size": 3584, "intermediate_size": 18944,
     "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 151851,
@@ -24,8 +28,10 @@ SMALL = FIRST | {  # mPLUG-Owl3-1B-241014
     "num_key_value_heads": 2, "sliding_window": 32768, "tie_word_embeddings": True, "hyper_layers": [6, 13, 20, 22],
 }  # fmt: skip
 LATER = FIRST | {  # mPLUG-Owl3-7B-241101
-    "vocab_size": 151651, "hyper_layers": [7, 15, 23, 26], "vision_config": {**TOWER, "image_size": 378},
-}  # fmt: skip
+    "vocab_size": 151651,
+    "hyper_layers": [7, 15, 23, 26],
+    "vision_config": {**TOWER, "image_size": 378},
+}
 
 
 @pytest.mark.parametrize(("config", "gigabytes"), [(FIRST, "16.1"), (SMALL, "1.85"), (LATER, "16.1")])

@@ -108,9 +108,11 @@ def test_the_note_is_in_the_estimate() -> None:
 
 def test_the_base_of_an_adapter_is_found_by_its_name(tmp_path: Path) -> None:
     settings = {
-        "peft_type": "LORA", "base_model_name_or_path": "unsloth/Llama-3.2-1B-Instruct", "r": 8,
+        "peft_type": "LORA",
+        "base_model_name_or_path": "unsloth/Llama-3.2-1B-Instruct",
+        "r": 8,
         "target_modules": ["q_proj"],
-    }  # fmt: skip
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     found = bind(tmp_path)
     assert found.parameters()["total"] > bind("llama-3.2-1b").parameters()["total"]

@@ -15,9 +15,13 @@ from flopcalc.base.errors import ConfigError, WorkloadError
 
 Json = dict[str, Any]
 LLAMA: Json = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_hidden_layers": 2, "vocab_size": 100,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+}
 BERT: Json = {**LLAMA, "model_type": "bert"}
 VISION: Json = {
     "model_type": "qwen2_5_vl",

@@ -16,9 +16,16 @@ Json = dict[str, Any]
 TYPES = tuple(sorted(list_data_files("examples")))
 # The inputs depend on these: another one is another workload.
 OF_INPUTS = (
-    "image_size", "patch_size", "patch_sizes", "patch_stride", "window_size", "num_patches", "num_mel_bins",
-    "max_source_positions", "num_frames",
-)  # fmt: skip
+    "image_size",
+    "patch_size",
+    "patch_sizes",
+    "patch_stride",
+    "window_size",
+    "num_patches",
+    "num_mel_bins",
+    "max_source_positions",
+    "num_frames",
+)
 NO_NUMBERS = ("token", "dropout", "drop_", "eps", "init", "_id", "vocabulary_map")
 # The inputs of these examples do not reach the key, or do not fit another value of it.
 NOT_REACHED = {
@@ -29,7 +36,9 @@ NOT_REACHED = {
     "gemma4": ["audio_config.hidden_size", "audio_config.num_attention_heads"],
     "gemma4_assistant": ["text_config.num_key_value_heads", "text_config.head_dim", "text_config.global_head_dim"],
     "gemma4_unified_assistant": [
-        "text_config.num_key_value_heads", "text_config.head_dim", "text_config.global_head_dim",
+        "text_config.num_key_value_heads",
+        "text_config.head_dim",
+        "text_config.global_head_dim",
     ],
     "git": ["num_image_with_embedding"],
     "glmasr": ["audio_config.hidden_size", "audio_config.max_position_embeddings"],
@@ -40,7 +49,7 @@ NOT_REACHED = {
     "qwen3_omni_moe_thinker": ["audio_config.output_dim"],
     "t5gemma": ["decoder.vocab_size"],
     "unlimited_ocr": ["text_config.num_attention_heads"],  # HF's eager attention repeats no keys, its others do
-}  # fmt: skip
+}
 # Words of refusals that are no fault if HF runs, because a count would be wrong: a spec says what it leaves out, HF
 # drops what one of two lists has more, a size would be 0 or a fraction, the workload's images are of another size,
 # a second width or head that HF would build is not described.

@@ -47,9 +47,25 @@ def test_parse(text: str, video: Video) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "10", "640x480", "30s", "@2fps", "30s@", "30s@0fps", "-5s@2fps", "0x480x3", "640x480x0", "1s@0.1fps", "axbxc",
-     "30s@2fps@3", "640x480:640x480:3s@1fps", "9999999999999s@9fps", "30k@2fps"],
-)  # fmt: skip
+    [
+        "",
+        "10",
+        "640x480",
+        "30s",
+        "@2fps",
+        "30s@",
+        "30s@0fps",
+        "-5s@2fps",
+        "0x480x3",
+        "640x480x0",
+        "1s@0.1fps",
+        "axbxc",
+        "30s@2fps@3",
+        "640x480:640x480:3s@1fps",
+        "9999999999999s@9fps",
+        "30k@2fps",
+    ],
+)
 def test_parse_refuses(text: str) -> None:
     with pytest.raises(FlopcalcError) as caught:
         parse_video(text)
@@ -80,9 +96,14 @@ def test_limits_of_the_whole_video(model: str, patch: int, frames: int) -> None:
     temporal = values["temporal_patch_size"]
     for width, height in SIZES:
         high, wide = smart_resize(
-            frames, height, width, temporal_factor=temporal, factor=2 * patch, min_pixels=values["min_pixels"],
+            frames,
+            height,
+            width,
+            temporal_factor=temporal,
+            factor=2 * patch,
+            min_pixels=values["min_pixels"],
             max_pixels=values["max_pixels"],
-        )  # fmt: skip
+        )
         grids, notes = cut_video(Video("v", frames, width, height), make_vision(patch), model)
         assert grids == [(-(-frames // temporal), high // patch, wide // patch)]
         assert f"video v: {frames} frames of {wide}x{high} pixels" in notes
@@ -92,10 +113,12 @@ def test_limits_of_the_whole_video(model: str, patch: int, frames: int) -> None:
 @pytest.mark.parametrize(
     ("model", "family", "kind", "temporal"),
     [
-        ("qwen2_vl", "qwen2_vl", "video", 2), ("qwen2_5_vl", "qwen2_vl", "video", 2),
-        ("ernie4_5_vl_moe", "ernie4_5_vl_moe", "image", 1), ("video_llama_3", "video_llama_3", "video", 1),
+        ("qwen2_vl", "qwen2_vl", "video", 2),
+        ("qwen2_5_vl", "qwen2_vl", "video", 2),
+        ("ernie4_5_vl_moe", "ernie4_5_vl_moe", "image", 1),
+        ("video_llama_3", "video_llama_3", "video", 1),
     ],
-)  # fmt: skip
+)
 def test_limits_of_each_frame(model: str, family: str, kind: str, temporal: int, frames: int) -> None:
     smart_resize = load_function(family, kind, "smart_resize")
     values = load_processors()[model].read_values(None)
@@ -133,9 +156,10 @@ def test_every_processor_is_of_a_type_that_takes_videos() -> None:
         assert spec is not None, model
         assert spec.vision["videos"] == "true", model
     takers = {
-        name for name, path in list_data_files("specs").items()
+        name
+        for name, path in list_data_files("specs").items()
         if (spec := find_spec(name)) is not None and spec.vision.get("videos") == "true" and not spec.is_tower and path
-    }  # fmt: skip
+    }
     assert set(load_processors()) <= takers
 
 

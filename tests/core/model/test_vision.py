@@ -179,9 +179,13 @@ def test_lfm2_vl_cuts_large_images(size: tuple[int, int], tiles: int, whole: tup
 
 
 LFM2 = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
     "layer_types": ["conv"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,12 @@ ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 def compress(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
-        "ignore": ["lm_head"], **more,
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        **more,
+    }
 
 
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -123,15 +126,19 @@ CASES: list[tuple[str, dict[str, Any], str, int, int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "name", "numbers", "scales", "compute"), [case[1:] for case in CASES],
-                         ids=[case[0].partition(":")[0] for case in CASES])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "name", "numbers", "scales", "compute"),
+    [case[1:] for case in CASES],
+    ids=[case[0].partition(":")[0] for case in CASES],
+)
 def test_bytes_follow_the_definition(
     config: dict[str, Any], name: str, numbers: int, scales: int, compute: str
 ) -> None:
     estimate = estimate_flops(quantize(config), seq_len=16, phase="forward")
     assert {held.format: held for held in estimate.weights} == {
-        name: Weights(name, NUMBERS, numbers, scales), "bf16": Weights("bf16", REST, 2 * REST),
-    }  # fmt: skip
+        name: Weights(name, NUMBERS, numbers, scales),
+        "bf16": Weights("bf16", REST, 2 * REST),
+    }
     linear = 2 * NUMBERS * 16  # the head and attention are computed in the model's own format
     assert estimate.by_dtype()[compute].forward == (estimate.total if compute == "bf16" else linear)
     assert estimate.total == estimate_flops(MODEL, seq_len=16, phase="forward").total
@@ -173,9 +180,12 @@ def test_exclusions() -> None:
     assert list(find_stored({**tensors, "config_groups": {"a": named}})) == ["model.layers.mlp.down_proj"]
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8"}
     assert len(find_stored({**modelopt, "exclude_modules": ["lm_head", "model.layers.0.*"]})) == 7
-    layers = [len(block.layers or ()) for block, _, _ in bind(
-        quantize({**modelopt, "exclude_modules": ["lm_head", "model.layers.0.*"]})
-    ).rows(bind(MODEL)(1, 16).terms[0].load, "full")]  # fmt: skip
+    layers = [
+        len(block.layers or ())
+        for block, _, _ in bind(quantize({**modelopt, "exclude_modules": ["lm_head", "model.layers.0.*"]})).rows(
+            bind(MODEL)(1, 16).terms[0].load, "full"
+        )
+    ]
     assert set(layers) == {0, 1}  # two layers that differ are two blocks
     style = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     assert len(find_stored(style)) == 7
@@ -228,16 +238,23 @@ def test_cache_and_gradients() -> None:
 @pytest.mark.parametrize(
     ("options", "formats"),
     [
-        ({}, ["bf16"]), ({"dtype": "fp32"}, ["fp32"]), ({"compute": "fp16", "dtype": "fp32"}, ["fp16"]),
-        ({"compute": "fp8"}, ["fp8", "bf16"]), ({"weights": "fp32"}, ["fp32"]),
-        ({"weights": "fp32", "autocast": True}, ["bf16"]), ({"weights": "nf4-double"}, ["bf16"]),
-        ({"weights": "fp8"}, ["fp8", "bf16"]), ({"weights": "fp8", "compute": "bf16"}, ["bf16"]),
-        ({"lora": "r=4,targets=q_proj"}, ["bf16", "fp32"]), ({"lora": "r=4,targets=q_proj,dtype=bf16"}, ["bf16"]),
+        ({}, ["bf16"]),
+        ({"dtype": "fp32"}, ["fp32"]),
+        ({"compute": "fp16", "dtype": "fp32"}, ["fp16"]),
+        ({"compute": "fp8"}, ["fp8", "bf16"]),
+        ({"weights": "fp32"}, ["fp32"]),
+        ({"weights": "fp32", "autocast": True}, ["bf16"]),
+        ({"weights": "nf4-double"}, ["bf16"]),
+        ({"weights": "fp8"}, ["fp8", "bf16"]),
+        ({"weights": "fp8", "compute": "bf16"}, ["bf16"]),
+        ({"lora": "r=4,targets=q_proj"}, ["bf16", "fp32"]),
+        ({"lora": "r=4,targets=q_proj,dtype=bf16"}, ["bf16"]),
         ({"lora": "r=4,targets=q_proj", "autocast": True}, ["bf16"]),
         ({"lora": "r=4,targets=q_proj", "compute": "bf16"}, ["bf16"]),
-        ({"lora": "r=4,targets=q_proj", "weights": "nf4"}, ["bf16", "fp32"]), ({"compute": "tf32"}, ["tf32"]),
+        ({"lora": "r=4,targets=q_proj", "weights": "nf4"}, ["bf16", "fp32"]),
+        ({"compute": "tf32"}, ["tf32"]),
     ],
-)  # fmt: skip
+)
 def test_options(options: dict[str, Any], formats: list[str]) -> None:
     estimate = estimate_flops(MODEL, seq_len=16, **options)
     assert list(estimate.by_dtype()) == formats
@@ -287,7 +304,7 @@ def test_the_config_says_it() -> None:
         (compress({**ARGS, "strategy": "group"}), "strategy group needs one"),
         ("int4", "quantization_config must be an object"),
     ],
-)  # fmt: skip
+)
 def test_bad_configs_are_one_line(config: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         bind({**MODEL, "quantization_config": config})(1, 16)
@@ -299,14 +316,16 @@ def test_bad_configs_are_one_line(config: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weights": "int5"}, "weights 'int5' unknown"), ({"weights": "fp8-g32"}, "fp8 has no groups of that size"),
+        ({"weights": "int5"}, "weights 'int5' unknown"),
+        ({"weights": "fp8-g32"}, "fp8 has no groups of that size"),
         ({"weights": "int4-g96"}, "weights 96 does not divide the 256 inputs"),
-        ({"compute": "bf17"}, "dtype 'bf17' unknown"), ({"kv_cache": "x"}, "kv_cache 'x' unknown"),
+        ({"compute": "bf17"}, "dtype 'bf17' unknown"),
+        ({"kv_cache": "x"}, "kv_cache 'x' unknown"),
         ({"compute": "bf16", "autocast": True}, "both say what products are computed in"),
         ({"autocast": "fp8"}, "autocast is to bf16 or fp16"),
         ({"lora": "r=4,targets=q_proj,dtype=fp8"}, "lora dtype fp8"),
     ],
-)  # fmt: skip
+)
 def test_bad_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises((RecipeError, ValueError), match=words):
         bind(MODEL, **options)(1, 16)
@@ -330,13 +349,31 @@ def test_the_file_is_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "numbers", "size"),  # bytes of one block: GGML_QUANT_SIZES of llama.cpp
     [
-        ("q4_0", 32, 18), ("q4_1", 32, 20), ("q5_0", 32, 22), ("q5_1", 32, 24), ("q8_0", 32, 34), ("q2_k", 256, 84),
-        ("q3_k", 256, 110), ("q4_k", 256, 144), ("q5_k", 256, 176), ("q6_k", 256, 210), ("q8_k", 256, 292),
-        ("iq1_s", 256, 50), ("iq1_m", 256, 56), ("iq2_xxs", 256, 66), ("iq2_xs", 256, 74), ("iq2_s", 256, 82),
-        ("iq3_xxs", 256, 98), ("iq3_s", 256, 110), ("iq4_nl", 32, 18), ("iq4_xs", 256, 136), ("tq1_0", 256, 54),
-        ("tq2_0", 256, 66), ("mxfp4", 32, 17),
+        ("q4_0", 32, 18),
+        ("q4_1", 32, 20),
+        ("q5_0", 32, 22),
+        ("q5_1", 32, 24),
+        ("q8_0", 32, 34),
+        ("q2_k", 256, 84),
+        ("q3_k", 256, 110),
+        ("q4_k", 256, 144),
+        ("q5_k", 256, 176),
+        ("q6_k", 256, 210),
+        ("q8_k", 256, 292),
+        ("iq1_s", 256, 50),
+        ("iq1_m", 256, 56),
+        ("iq2_xxs", 256, 66),
+        ("iq2_xs", 256, 74),
+        ("iq2_s", 256, 82),
+        ("iq3_xxs", 256, 98),
+        ("iq3_s", 256, 110),
+        ("iq4_nl", 32, 18),
+        ("iq4_xs", 256, 136),
+        ("tq1_0", 256, 54),
+        ("tq2_0", 256, 66),
+        ("mxfp4", 32, 17),
     ],
-)  # fmt: skip
+)
 def test_blocks_of_gguf(name: str, numbers: int, size: int) -> None:
     assert sum(parse_stored(name, "x").count_bytes(3, 2 * numbers)) == 6 * size
 
@@ -359,8 +396,9 @@ def test_live_models_say_it_themselves() -> None:
     model = model.to(torch.bfloat16)
     model.model.norm.float()
     assert bind(model)(1, 8).weights == [
-        Weights("bf16", NUMBERS + REST - 256, 2 * (NUMBERS + REST - 256)), Weights("fp32", 256, 1024)
-    ]  # fmt: skip
+        Weights("bf16", NUMBERS + REST - 256, 2 * (NUMBERS + REST - 256)),
+        Weights("fp32", 256, 1024),
+    ]
 
     class Params4bit(torch.nn.Parameter):
         quant_type, compress_statistics, blocksize = "nf4", True, 64

@@ -166,10 +166,14 @@ AWQ_64 = {"quant_method": "awq", "bits": 4, "group_size": 64}
 
 @pytest.mark.parametrize(
     "config",
-    [AWQ_64, {"quant_method": "fp8"}, {"quant_method": "torchao", "quant_type": "int8_weight_only"},
-     compress({**ARGS, "strategy": "channel"})],
+    [
+        AWQ_64,
+        {"quant_method": "fp8"},
+        {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+        compress({**ARGS, "strategy": "channel"}),
+    ],
     ids=["awq", "fp8", "torchao", "compressed-tensors"],
-)  # fmt: skip
+)
 def test_conv1d_is_no_linear(config: dict[str, Any]) -> None:
     """GPT-2's layers are transformers' Conv1D, which bitsandbytes converts and the others do not."""
     assert len(find_stored(BNB_8BIT, GPT2)) == 4

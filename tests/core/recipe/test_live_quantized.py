@@ -18,8 +18,12 @@ from flopcalc import bind, estimate_flops
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 SIZES = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
 Make = Callable[[Any], Any]
 
 
@@ -71,9 +75,13 @@ def make_4bit(kind: str, is_double: bool) -> Make:
     def make(module: Any) -> Any:
         nn = import_package("bitsandbytes").nn
         made = nn.Linear4bit(
-            module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type=kind,
+            module.in_features,
+            module.out_features,
+            bias=False,
+            compute_dtype=torch.bfloat16,
+            quant_type=kind,
             compress_statistics=is_double,
-        )  # fmt: skip
+        )
         made.weight = nn.Params4bit(
             module.weight.data, requires_grad=False, quant_type=kind, compress_statistics=is_double
         )
@@ -200,10 +208,17 @@ CAST = {"block_size": [1, 128], "scale": WHOLE, "act_quant_kwargs": object()}
         ("Int8Tensor", CAST, "int8", 8, 128, 4, "int8"),
         ("Float8Tensor", {"block_size": [1, 128], "scale": WHOLE}, "fp8", 8, 128, 4, "bf16"),
         ("Float8Tensor", CAST, "fp8", 8, 128, 4, "fp8"),
-        ("MXTensor", {"block_size": 32, "elem_dtype": torch.float8_e4m3fn, "scale": torch.zeros(1, dtype=torch.uint8)},
-         "mxfp8", 8, 32, 1, "bf16"),
+        (
+            "MXTensor",
+            {"block_size": 32, "elem_dtype": torch.float8_e4m3fn, "scale": torch.zeros(1, dtype=torch.uint8)},
+            "mxfp8",
+            8,
+            32,
+            1,
+            "bf16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_stand_ins(
     kind: str, attributes: dict[str, Any], name: str, bits: int, group: int, scale_bytes: int, compute: str
 ) -> None:
@@ -213,8 +228,9 @@ def test_stand_ins(
     held = {each.format: each for each in found.weights}[name]
     blocks = sum(
         module.out_features * math.ceil(module.in_features / group)
-        for path, module in make_model().named_modules() if is_inner(path, module)
-    )  # fmt: skip
+        for path, module in make_model().named_modules()
+        if is_inner(path, module)
+    )
     assert (held.bytes, held.scale_bytes) == (count_linear_numbers() * bits // 8, blocks * scale_bytes)
     assert found.by_dtype()[compute].forward >= 2 * 8 * count_linear_numbers()
 

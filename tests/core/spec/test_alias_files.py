@@ -19,15 +19,22 @@ from flopcalc.core.spec.spec import load_spec
 
 Json = dict[str, Any]
 TINY: Json = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
 QWEN: Json = {**TINY, "model_type": "qwen", "intermediate_size": 96, "kv_channels": 8, "seq_length": 64}
 
 DINO, SIGLIP = "vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"
 OPENVLA: Json = {
-    "model_type": "openvla", "timm_model_ids": [DINO, SIGLIP], "image_sizes": [224, 224], "text_config": TINY,
+    "model_type": "openvla",
+    "timm_model_ids": [DINO, SIGLIP],
+    "image_sizes": [224, 224],
+    "text_config": TINY,
     "use_fused_vision_backbone": True,
-}  # fmt: skip
+}
 
 
 def test_every_file_is_read_and_names_a_known_family() -> None:

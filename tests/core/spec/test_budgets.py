@@ -36,29 +36,38 @@ def nest(depth: int) -> dict[str, Any]:
 BOMBS: dict[str, tuple[str, dict[str, Any], str]] = {
     "blocks": (STACK + "ops = ['x39']\n[blocks]\n" + double("['{0}', '{0}']", f"[{LINEAR}]"), {}, "20,000 ops"),
     "blocks with keys": (
-        STACK + "ops = ['x39']\n[blocks]\n" + double("[{{ block = '{0}' }}, {{ block = '{0}' }}]", f"[{LINEAR}]"), {},
+        STACK + "ops = ['x39']\n[blocks]\n" + double("[{{ block = '{0}' }}, {{ block = '{0}' }}]", f"[{LINEAR}]"),
+        {},
         "20,000 ops",
     ),
     "branches": (STACK + "ops = ['x39']\n[blocks]\n" + double("[['{0}', '{0}']]", f"[{LINEAR}]"), {}, "20,000 ops"),
     "layers": (
-        STACK + "repeat = '10000'\nops = [" + f"{LINEAR.replace('3', 'i + 1')}, " * 30 + "]\n", {}, "20,000 ops",
+        STACK + "repeat = '10000'\nops = [" + f"{LINEAR.replace('3', 'i + 1')}, " * 30 + "]\n",
+        {},
+        "20,000 ops",
     ),
     "use": (
         "".join(f"[[stack]]\nuse = 'mine'\nconfig = 'inner'\nwhen = 'has(inner)'\n# {i}\n" for i in range(10))
-        + STACK + f"ops = [{LINEAR}]\n",
-        nest(8), "1,000 stacks",
+        + STACK
+        + f"ops = [{LINEAR}]\n",
+        nest(8),
+        "1,000 stacks",
     ),
     "lists": (
-        STACK + "ops = [{ op = 'linear', in = 'width', out = 'len(x39)' }]\n[dims]\n"
+        STACK
+        + "ops = [{ op = 'linear', in = 'width', out = 'len(x39)' }]\n[dims]\n"
         + double("'[{0}, {0}]'", "'[1, 1]'"),
-        {}, "a list of more than 10,000 entries",
+        {},
+        "a list of more than 10,000 entries",
     ),
     "chunks": (
         STACK + "repeat = '10000'\nops = [{ op = 'linear', in = 'width', out = 'len(chunks(10 ** 5 + i, 1, 0, 0))' }]",
-        {}, "1,000,000 list entries",
+        {},
+        "1,000,000 list entries",
     ),
     "sums": (
-        STACK + f"ops = [{LINEAR[:-2]}, rows = 'sequence: x39' }}]\n[sums]\n" + double("'{0} + {0}'", "'n'"), {},
+        STACK + f"ops = [{LINEAR[:-2]}, rows = 'sequence: x39' }}]\n[sums]\n" + double("'{0} + {0}'", "'n'"),
+        {},
         "stands for more than 1000 others",
     ),
     "primes": (
@@ -68,7 +77,7 @@ BOMBS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "dots": (STACK + f"ops = [{LINEAR}]\n[defaults]\n" + "a." * 20_000 + "a = 1\n", {}, "a key of more than 200 parts"),
     "nested lists": (STACK + f"ops = {'[' * 4000}{LINEAR}{']' * 4000}\n", {}, "nested too deeply|not valid TOML"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -238,8 +238,12 @@ def test_missing_name() -> None:
 
 def test_find_names() -> None:
     assert find_names("min(d, text_config.h) if flag else none + kinds[i]") == {
-        "d", "text_config.h", "flag", "kinds", "i",
-    }  # fmt: skip
+        "d",
+        "text_config.h",
+        "flag",
+        "kinds",
+        "i",
+    }
 
 
 def test_truth() -> None:

@@ -238,8 +238,13 @@ def test_added_spec_inside_another_model(tmp_path: Path) -> None:
 
 
 def test_what_a_config_gives_per_layer_must_be_read(tmp_path: Path) -> None:
-    path = write(tmp_path, HEAD + "[dims]\nw = \"override(per_layer_config, i, 'width', width)\"\n" + STACK
-                 + "repeat = '2'\nops = [{ op = 'linear', name = 'up', in = 'w', out = '2' }]\n")  # fmt: skip
+    path = write(
+        tmp_path,
+        HEAD
+        + "[dims]\nw = \"override(per_layer_config, i, 'width', width)\"\n"
+        + STACK
+        + "repeat = '2'\nops = [{ op = 'linear', name = 'up', in = 'w', out = '2' }]\n",
+    )
     config = {"model_type": "mine", "width": 3, "per_layer_config": {"01": {"width": 5}}}
     assert bind(config, spec=path).parameters()["total"] == 2 * (3 + 5)
     with pytest.raises(ConfigError, match="'depth', which this spec does not read"):

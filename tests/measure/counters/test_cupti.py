@@ -37,10 +37,15 @@ class FakeLibrary:
             for i in range(fields["numMetrics"]):
                 fields["values"][i] = 1000.0 * (i + 1)
         return SimpleNamespace(
-            pChipName=b"GH100", size=8, object=5, numOfPasses=self._passes, counterDataSize=8,
-            isAllPassSubmitted=int(self._submitted), numMetrics=len(self._base),
+            pChipName=b"GH100",
+            size=8,
+            object=5,
+            numOfPasses=self._passes,
+            counterDataSize=8,
+            isAllPassSubmitted=int(self._submitted),
+            numMetrics=len(self._base),
             names=[name.encode() for name in self._base],
-        )  # fmt: skip
+        )
 
     def short(self) -> list[str]:
         return [name.removeprefix("cupti").removeprefix("RangeProfiler") for name in self.calls]
@@ -139,12 +144,17 @@ def test_a_refused_disable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        "cuptiRangeProfilerGetCounterDataSize", "cuptiRangeProfilerCounterDataImageInitialize",
-        "cuptiRangeProfilerSetConfig", "cuptiRangeProfilerStart", "cuptiRangeProfilerPushRange",
-        "cuptiRangeProfilerPopRange", "cuptiRangeProfilerStop", "cuptiRangeProfilerDecodeData",
+        "cuptiRangeProfilerGetCounterDataSize",
+        "cuptiRangeProfilerCounterDataImageInitialize",
+        "cuptiRangeProfilerSetConfig",
+        "cuptiRangeProfilerStart",
+        "cuptiRangeProfilerPushRange",
+        "cuptiRangeProfilerPopRange",
+        "cuptiRangeProfilerStop",
+        "cuptiRangeProfilerDecodeData",
         "cuptiProfilerHostEvaluateToGpuValues",
     ],
-)  # fmt: skip
+)
 def test_a_refused_call_leaves_nothing_enabled(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, fails=function)
     with pytest.raises(cupti.CountersUnavailable, match=function), cupti.HardwareCounter() as counter:  # noqa: SIM117

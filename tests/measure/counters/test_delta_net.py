@@ -27,9 +27,12 @@ class Number:
     """A scalar that remembers the pairs it is a sum of products of, and what else it was made from."""
 
     def __init__(
-        self, value: float, pairs: Sequence[tuple[Number, Number]] = (), others: Sequence[Number] = (),
+        self,
+        value: float,
+        pairs: Sequence[tuple[Number, Number]] = (),
+        others: Sequence[Number] = (),
         needs: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.value: float = value + sum(a.value * b.value for a, b in pairs)
         self.pairs = pairs
         self.others = others
@@ -122,21 +125,19 @@ def run_gated(q: Any, k: Any, v: Any, g: Any, beta: Any, whole: bool) -> list[li
         for i in range(size):
             # Under `full` the squares; needed are the entries below the diagonal, and those up to it.
             decays = [exp(decay[i], decay[j]) if j <= i else Number(0.0) for j in range(size)]
-            system.append(
-                [scale([dot(k_beta[i], keys[j])], decays[j])[0] for j in range(size if whole else i)]
-            )  # fmt: skip
+            system.append([scale([dot(k_beta[i], keys[j])], decays[j])[0] for j in range(size if whole else i)])
             scores.append([scale([dot(queries[i], keys[j])], decays[j])[0] for j in range(size if whole else i + 1)])
         right = [v_beta[i] + scale(k_beta[i], exp(decay[i])) for i in range(size)]
         solved: list[list[Number]] = []
         for i in range(size):
             # torch takes the gradient of the whole square, used or not.
             solved.append(
-                [add(less(right[i][c], dot(system[i][:i], column(solved, c))), *map(silence, system[i][i:]))
-                 for c in range(dv + dk)]
-            )  # fmt: skip
-        fresh = [
-            [less(row[c], dot(row[dv:], column(state, c))) for c in range(dv)] for row in solved
-        ]  # fmt: skip
+                [
+                    add(less(right[i][c], dot(system[i][:i], column(solved, c))), *map(silence, system[i][i:]))
+                    for c in range(dv + dk)
+                ]
+            )
+        fresh = [[less(row[c], dot(row[dv:], column(state, c))) for c in range(dv)] for row in solved]
         for i in range(size):
             query = scale(queries[i], exp(decay[i]))
             seen = fresh if whole else fresh[: i + 1]
@@ -168,7 +169,7 @@ def run_channelwise(q: Any, k: Any, v: Any, g: Any, beta: Any, whole: bool) -> l
         def decayed(a: Sequence[Number], i: int, j: int, keys: Any = keys, decay: Any = decay) -> Number:
             value = sum(
                 a[c].value * keys[j][c].value * math.exp(decay[i][c].value - decay[j][c].value) for c in range(dk)
-            )  # fmt: skip
+            )
             return Number(value, (), (*a, *keys[j], *decay[i], *decay[j]))
 
         inverse: list[list[Number]] = []
@@ -180,9 +181,7 @@ def run_channelwise(q: Any, k: Any, v: Any, g: Any, beta: Any, whole: bool) -> l
                 entries.append(Number(value, (), (*row, *(inverse[m][j] for m in range(j + 1, i)))))
             rest = [Number(0.0, needs=True) for _ in range(size - i - 1)] if whole else []
             inverse.append([*entries, Number(1.0, needs=True), *rest])
-        right = [
-            v_beta[i] + [scale([x], exp(decay[i][c]))[0] for c, x in enumerate(k_beta[i])] for i in range(size)
-        ]  # fmt: skip
+        right = [v_beta[i] + [scale([x], exp(decay[i][c]))[0] for c, x in enumerate(k_beta[i])] for i in range(size)]
         solved = [[dot(row, column(right[: len(row)], c)) for c in range(dv + dk)] for row in inverse]
         fresh = [[less(row[c], dot(row[dv:], column(state, c))) for c in range(dv)] for row in solved]
         for i in range(size):
@@ -217,9 +216,7 @@ def run_lightning(q: Any, k: Any, v: Any, rate: float, block: int, whole: bool) 
             scores = [dot(query, keys[j]) for j in range(seen)]
             scores = [faded(x, i - j) if j <= i else Number(0.0, (), (x,)) for j, x in enumerate(scores)]
             late = [faded(x, i + 1) for x in query]
-            out.append(
-                [add(dot(late, column(state, c)), dot(scores, column(values[:seen], c))) for c in range(dk)]
-            )  # fmt: skip
+            out.append([add(dot(late, column(state, c)), dot(scores, column(values[:seen], c))) for c in range(dk)])
         weighted = [[faded(x, size - 1 - i) for x in keys[i]] for i in range(size)]
         state = [
             [add(faded(state[r][c], size), dot(column(weighted, r), column(values, c))) for c in range(dk)]
@@ -246,9 +243,13 @@ def tensor(rows: list[list[Number]]) -> Any:
 
 
 _TINY = {
-    "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 41,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 101,
     "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("n", thin(LENGTHS, 2))
@@ -292,9 +293,14 @@ def test_channelwise_delta_rule(n: int, whole: bool) -> None:
     out = run_channelwise(q, k, v, g, beta, whole)
     forward, backward = count(out)
     wanted, _ = recurrent_kimi_delta_attention(
-        tensor(q), tensor(k), tensor(v), g=tensor(g), beta=tensor(beta)[..., 0], initial_state=None,
+        tensor(q),
+        tensor(k),
+        tensor(v),
+        g=tensor(g),
+        beta=tensor(beta)[..., 0],
+        initial_state=None,
         output_final_state=False,
-    )  # fmt: skip
+    )
     torch.testing.assert_close(tensor(out)[:, :n] * dk**-0.5, wanted, rtol=1e-3, atol=1e-4)
     config = {
         **_TINY, "model_type": "kimi_linear", "linear_num_heads": 1, "linear_head_dim": dk, "kv_lora_rank": 4,

@@ -400,9 +400,14 @@ _RECIPES: list[dict[str, Any]] = [
 
 
 def measure(
-    config: dict[str, Any], workload: dict[str, Any], recipe: dict[str, Any] | None = None, *,
-    attention: str = "eager", experts: str | None = None, device: str = "cpu",
-) -> tuple[OperatorCount, int, int]:  # fmt: skip
+    config: dict[str, Any],
+    workload: dict[str, Any],
+    recipe: dict[str, Any] | None = None,
+    *,
+    attention: str = "eager",
+    experts: str | None = None,
+    device: str = "cpu",
+) -> tuple[OperatorCount, int, int]:
     """One counted step of a HF model, its parameters, and those that train."""
     pytest.importorskip("transformers")
     from flopcalc.measure.hf.examples import find_example

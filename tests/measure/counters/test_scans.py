@@ -131,9 +131,11 @@ def scan_as_hf(loops: Loops, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Ten
         for z in range(chunks + 1):  # of every pair of chunks, those that come later weigh nothing
             weights = [exp(sum(log_decay[y * CHUNK : z * CHUNK])) if y <= z else 0.0 for y in range(chunks + 1)]
             starts.append(
-                [[loops.dot(weights, [states[y][p][n] for y in range(chunks + 1)]) for n in range(state)]
-                 for p in range(width)]
-            )  # fmt: skip
+                [
+                    [loops.dot(weights, [states[y][p][n] for y in range(chunks + 1)]) for n in range(state)]
+                    for p in range(width)
+                ]
+            )
         for t in range(chunks * CHUNK):
             left = exp(sum(log_decay[t // CHUNK * CHUNK : t + 1]))
             for p in range(width):

@@ -571,9 +571,11 @@ def test_no_pynvml_and_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(gpm.GaugeUnavailable, match="nvidia-ml-py"):
         gpm.Gauge()
     old = SimpleNamespace(
-        NVMLError=NvmlError, nvmlInit=lambda: None, nvmlShutdown=lambda: None,
+        NVMLError=NvmlError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda index: index,
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "pynvml", old)
     with pytest.raises(gpm.GaugeUnavailable, match="too old"):
         gpm.Gauge()
@@ -689,9 +691,13 @@ def test_crosscheck_with_fewer_layers(family: str) -> None:
 
 def test_the_product_for_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {
-        "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 24,
-        "num_attention_heads": 2, "vocab_size": 9,
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+    }
     load = make_workload(2, 4)
     expected = witness._ExpectedCounts(witness.load_config(config), load, make_recipe(), "eager", None)
     assert expected.product is not None

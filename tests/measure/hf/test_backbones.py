@@ -25,17 +25,29 @@ DINO: Json = {
     "patch_size": 4, "out_features": STAGES, "reshape_hidden_states": False,
 }  # fmt: skip
 BEIT: Json = {
-    **DINO, "model_type": "beit", "intermediate_size": 34, "out_features": ["stage1", "stage2", "stage3", "stage5"],
-}  # fmt: skip
+    **DINO,
+    "model_type": "beit",
+    "intermediate_size": 34,
+    "out_features": ["stage1", "stage2", "stage3", "stage5"],
+}
 SWIN: Json = {
     "model_type": "swinv2", "embed_dim": 12, "depths": [1, 2, 1, 2], "num_heads": [1, 2, 2, 4], "window_size": 4,
     "image_size": 64, "patch_size": 4, "out_features": STAGES,
 }  # fmt: skip
 DPT: Json = {"model_type": "dpt", "neck_hidden_sizes": [6, 10, 14, 18], "fusion_hidden_size": 8}
 NULLS = dict.fromkeys(  # in published configs
-    ("num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size", "patch_size", "num_channels",
-     "qkv_bias", "hidden_dropout_prob", "backbone_out_indices")
-)  # fmt: skip
+    (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "image_size",
+        "patch_size",
+        "num_channels",
+        "qkv_bias",
+        "hidden_dropout_prob",
+        "backbone_out_indices",
+    )
+)
 
 
 # Backbones of four stages, the pixels of a patch of the workload, and an image.
@@ -145,7 +157,9 @@ def test_segmentation_over_others_is_refused(name: str, backbone: Json, words: s
         ({**DPT, **NULLS, "backbone_config": {**DINO, "apply_layernorm": False}}, [1, 7, 5]),
         (
             {
-                **DPT, "neck_hidden_sizes": [6, 10, 14], "reassemble_factors": [2, 1, 0.5],
+                **DPT,
+                "neck_hidden_sizes": [6, 10, 14],
+                "reassemble_factors": [2, 1, 0.5],
                 "backbone_config": {**DINO, "out_features": None, "out_indices": [1, 2, 4]},
             },
             [1, 6, 8],
@@ -153,7 +167,9 @@ def test_segmentation_over_others_is_refused(name: str, backbone: Json, words: s
         ({**DPT, "backbone_config": BEIT, "readout_type": "ignore"}, [1, 7, 7]),
         (
             {
-                **DPT, "backbone_config": {**BEIT, "use_relative_position_bias": True}, "readout_type": "add",
+                **DPT,
+                "backbone_config": {**BEIT, "use_relative_position_bias": True},
+                "readout_type": "add",
                 "head_in_index": 1,
             },
             [1, 7, 7],
@@ -164,7 +180,7 @@ def test_segmentation_over_others_is_refused(name: str, backbone: Json, words: s
             [1, 16, 13],
         ),
     ],
-)  # fmt: skip
+)
 def test_depth_over_a_backbone_equals_hf(config: Json, grid: list[int], recipe: Json) -> None:
     prepare()
     pixels = {"shape": ["images", "3", "height * 4", "width * 4"]}

@@ -62,9 +62,13 @@ def test_forward_rows_are_equal_at_another_size(name: str) -> None:
 
 
 VAE_SIZES = [
-    ("encode", (1, 1, 32, 32)), ("decode", (1, 1, 2, 2)), ("encode", (2, 9, 32, 64)), ("decode", (1, 5, 1, 2)),
-    ("encode", (1, 29, 32, 32)), ("decode", (1, 9, 1, 1)),
-]  # fmt: skip
+    ("encode", (1, 1, 32, 32)),
+    ("decode", (1, 1, 2, 2)),
+    ("encode", (2, 9, 32, 64)),
+    ("decode", (1, 5, 1, 2)),
+    ("encode", (1, 29, 32, 32)),
+    ("decode", (1, 9, 1, 1)),
+]
 VAE_CASES = [
     (name, side, size)
     for name in TINY_VAES
@@ -102,9 +106,12 @@ def test_two_denoisers_share_the_steps_as_the_scheduler_spaces_them(shift: float
     for boundary in (0.875, 0.9, 0.417):
         part = {"_class_name": "WanTransformer3DModel"}
         config = {
-            "_class_name": "WanPipeline", "transformer": part, "transformer_2": part, "boundary_ratio": boundary,
+            "_class_name": "WanPipeline",
+            "transformer": part,
+            "transformer_2": part,
+            "boundary_ratio": boundary,
             "scheduler": dict(scheduler.config),
-        }  # fmt: skip
+        }
         pipeline = read_pipeline(config, "config")
         for steps in (1, 4, 27, 40, 50):
             scheduler.set_timesteps(steps)

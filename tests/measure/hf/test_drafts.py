@@ -102,10 +102,13 @@ def test_a_call_by_hand() -> None:
     assert estimate.parameters["total"] == 5 * d * d + 5 * (2 * d * d + 2 * d * keys + 3 * d * ff + 2 * d + 256) + 2 * d
 
 
-@pytest.mark.parametrize("ask", [
-    lambda: predict(CONFIGS[0], device="h200", seq_len=64),
-    lambda: plan(CONFIGS[0], device="h200", gpus=8, tokens="1B", seq_len=64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: predict(CONFIGS[0], device="h200", seq_len=64),
+        lambda: plan(CONFIGS[0], device="h200", gpus=8, tokens="1B", seq_len=64),
+    ],
+)
 def test_its_time_is_not_predicted(ask: Callable[[], object]) -> None:
     with pytest.raises(WorkloadError, match="time of a dflash draft is not predicted, because its attention over"):
         ask()

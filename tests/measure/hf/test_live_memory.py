@@ -126,9 +126,13 @@ def test_training_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_experts(model_type: str, width: int, chosen: int, **changes: Any) -> dict[str, Any]:
     names = {
-        "intermediate_size": width, "moe_intermediate_size": width, "num_local_experts": 16, "num_experts": 16,
-        "num_experts_per_tok": chosen, "sliding_window": None,
-    }  # fmt: skip
+        "intermediate_size": width,
+        "moe_intermediate_size": width,
+        "num_local_experts": 16,
+        "num_experts": 16,
+        "num_experts_per_tok": chosen,
+        "sliding_window": None,
+    }
     return make_text(model_type, **{**names, **changes})
 
 

@@ -15,9 +15,11 @@ from flopcalc.measure.hf.models import build_model
 
 # deepseek-ai/DeepSeek-V3: README_WEIGHTS.md; vllm-project/vllm: vllm/model_executor/models/deepseek_mtp.py and beside
 LAYERS = {
-    "deepseek_v3": "DeepseekV3DecoderLayer", "glm4_moe": "Glm4MoeDecoderLayer", "qwen2": "Qwen2DecoderLayer",
+    "deepseek_v3": "DeepseekV3DecoderLayer",
+    "glm4_moe": "Glm4MoeDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
     "mimo_v2_flash": "MiMoV2FlashDecoderLayer",
-}  # fmt: skip
+}
 
 
 class WithPrediction(torch.nn.Module):

@@ -148,7 +148,11 @@ def test_a_run_is_counted_exactly(name: str, guided: bool) -> None:
         sizes["text"] = TEXT
     config = {part: {**parts[part].config, "_class_name": type(parts[part]).__name__} for part in (key, "vae")}
     estimate = estimate_flops(
-        {"_class_name": case.name, **config}, **sizes, sampling_steps=STEPS, guidance="on" if guided else "off",
-        convention="full", attention_kernel="eager",
-    )  # fmt: skip
+        {"_class_name": case.name, **config},
+        **sizes,
+        sampling_steps=STEPS,
+        guidance="on" if guided else "off",
+        convention="full",
+        attention_kernel="eager",
+    )
     assert {part.name: part.flops.total for part in estimate.pipeline.parts} == theirs

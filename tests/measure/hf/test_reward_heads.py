@@ -14,9 +14,13 @@ from flopcalc.core.model.config import load_config
 
 Json = dict[str, Any]
 SIZES: Json = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
 GATES: Json = {"num_objectives": 5, "gating_hidden_dim": 12, "gating_n_hidden": 2}
 CASES: list[tuple[str, str, Json]] = [  # the class, its model type, further keys
     ("LlamaForRewardModelWithGating", "llama", GATES),

@@ -175,9 +175,12 @@ def test_several_images_are_one_tile_each() -> None:
     images = [[Image.new("RGB", (1024, 768)), Image.new("RGB", (640, 480))]]
     made = processor(images, return_tensors="np")
     bare = make_bare(
-        load("llava_onevision", "LlavaOnevisionProcessor"), image_processor=processor, num_image_tokens=729,
-        vision_aspect_ratio="anyres_max_9", vision_feature_select_strategy="full",
-    )  # fmt: skip
+        load("llava_onevision", "LlavaOnevisionProcessor"),
+        image_processor=processor,
+        num_image_tokens=729,
+        vision_aspect_ratio="anyres_max_9",
+        vision_feature_select_strategy="full",
+    )
     assert len(made["pixel_values"][0]) == 1
     assert vision.count_tokens(grids[0]) == len(bare.replace_image_token(made, 0)) == 730
 
@@ -285,9 +288,12 @@ def test_llama4_canvas(size: tuple[int, int], largest: bool) -> None:
 @pytest.mark.parametrize("size", list_sizes([*SIZES, (448, 448), (4000, 3000), (300, 20000), (9000, 90)]), ids=str)
 def test_perception_lm_tiles(size: tuple[int, int], most: int) -> None:
     names = (
-        "_factors", "_find_supported_aspect_ratios", "_get_image_height_width", "_fit_image_to_canvas",
+        "_factors",
+        "_find_supported_aspect_ratios",
+        "_get_image_height_width",
+        "_fit_image_to_canvas",
         "_find_closest_aspect_ratio",
-    )  # fmt: skip
+    )
     scope = load_functions("perception_lm", *names)
     stand_in = type("Processor", (), {name: scope[name] for name in names} | {"max_num_tiles": most})()
     sizes = {"img_width": size[0], "img_height": size[1], "tile_size": 448}
@@ -352,9 +358,10 @@ def test_a_batch_of_padded_tiles() -> None:
     bound = bind({"model_type": "mllama", "vision_config": vision, "text_config": TEXT})
     mask = torch.tensor([[[1, 1, 0, 0]], [[1, 1, 1, 0]]])
     batch = {
-        "input_ids": torch.zeros(2, 9, dtype=torch.long), "aspect_ratio_mask": mask,
+        "input_ids": torch.zeros(2, 9, dtype=torch.long),
+        "aspect_ratio_mask": mask,
         "pixel_values": torch.zeros(2, 1, 4, 3, 28, 28),
-    }  # fmt: skip
+    }
     assert bound(batch=batch).total == bound(2, 9, image_grid_thw=[[2, 2, 2], [3, 2, 2]]).total
 
 

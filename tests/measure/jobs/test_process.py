@@ -162,9 +162,13 @@ def spawn(tmp_path: Path) -> Any:
             (tmp_path / name).mkdir()
         code = _PARENT.format(here=runner_jobs.HERE, do=do, folder=str(tmp_path), names=names)
         parent = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         parents.append(parent)
         for name in names[:2]:
             wait_until((tmp_path / name / f"{name}.{mark}").exists, f"{name} did not begin")

@@ -290,9 +290,7 @@ def test_slots_run_jobs_at_once_and_results_keep_their_order(tmp_path: Path) -> 
         for name in "cab"
     ]
     stream = StringIO()
-    out = run_jobs(
-        jobs, str(tmp_path / "run"), launcher=Local(3), progress=Progress(stream, lists_results=True)
-    )  # fmt: skip
+    out = run_jobs(jobs, str(tmp_path / "run"), launcher=Local(3), progress=Progress(stream, lists_results=True))
     assert [(r.job, r.data) for r in out.results] == [(name, "met") for name in "cab"]
     assert sorted(line[6:10] for line in stream.getvalue().splitlines()[:3]) == ["a: o", "b: o", "c: o"]
 

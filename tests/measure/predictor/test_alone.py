@@ -17,9 +17,7 @@ from flopcalc.measure.predictor.fit.points import read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_adapters
 from flopcalc.prediction.kernels.memory_bound import name_shape
 
-ATTENTION = {
-    "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"
-}  # fmt: skip
+ATTENTION = {"kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"}
 EXPERTS = {"direction", "copies", "m", "n", "k", "seconds"}
 LAYERS = {"direction", "m", "n", "k", "seconds"}
 FORMS = ("down", "up", "down", "up", "grad", "down")  # of an adapter's products, as autograd makes them
@@ -124,14 +122,34 @@ def test_a_refused_call_is_left_out(bench: Bench, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "is_backward", "shapes", "key", "more"),
     [
-        ("_cudnn_attention_forward", False, [[2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16]],
-         ("forward", 2, 8, 64, 64), {"kernel": "cudnn", "kv_heads": 4}),
-        ("_cudnn_attention_backward", True, [[2, 8, 64, 16], [2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16]],
-         ("backward", 2, 8, 64, 64), {"kernel": "cudnn", "kv_heads": 4}),
-        ("_flash_attention_forward", False, [[2, 1, 8, 16], [2, 90, 4, 16], [2, 90, 4, 16]],
-         ("forward", 2, 8, 1, 90), {"kernel": "flash", "kv_heads": 4}),
-        ("_efficient_attention_backward", True, [[2, 64, 8, 16], [2, 64, 8, 16], [2, 64, 8, 16], [2, 64, 8, 16]],
-         ("backward", 2, 8, 64, 64), {"kernel": "efficient", "kv_heads": 8}),
+        (
+            "_cudnn_attention_forward",
+            False,
+            [[2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16]],
+            ("forward", 2, 8, 64, 64),
+            {"kernel": "cudnn", "kv_heads": 4},
+        ),
+        (
+            "_cudnn_attention_backward",
+            True,
+            [[2, 8, 64, 16], [2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16]],
+            ("backward", 2, 8, 64, 64),
+            {"kernel": "cudnn", "kv_heads": 4},
+        ),
+        (
+            "_flash_attention_forward",
+            False,
+            [[2, 1, 8, 16], [2, 90, 4, 16], [2, 90, 4, 16]],
+            ("forward", 2, 8, 1, 90),
+            {"kernel": "flash", "kv_heads": 4},
+        ),
+        (
+            "_efficient_attention_backward",
+            True,
+            [[2, 64, 8, 16], [2, 64, 8, 16], [2, 64, 8, 16], [2, 64, 8, 16]],
+            ("backward", 2, 8, 64, 64),
+            {"kernel": "efficient", "kv_heads": 8},
+        ),
         ("_grouped_mm", False, [[96, 32], [8, 32, 64], [8], [], []], ("forward", 8, 96, 64, 32), {}),
         ("_grouped_mm", True, [[96, 64], [8, 64, 32], [8], [], []], ("dgrad", 8, 96, 64, 32), {}),
         ("_grouped_mm", True, [[64, 96], [96, 32], [8], [], []], ("wgrad", 8, 96, 64, 32), {}),
@@ -139,7 +157,7 @@ def test_a_refused_call_is_left_out(bench: Bench, monkeypatch: pytest.MonkeyPatc
         ("copy_", False, [[2, 64, 32], [2, 64, 32], []], ("copy_strided_across", 2, 64, 32), {}),
         ("add", False, [[2, 64, 32], [2, 64, 32], []], ("pointwise_strided_across", 2, 64, 32), {}),
     ],
-)  # fmt: skip
+)
 def test_profiles_are_read(
     name: str, is_backward: bool, shapes: list[list[int]], key: tuple[Any, ...], more: dict[str, Any]
 ) -> None:
@@ -170,8 +188,13 @@ def test_memory_is_timed_by_shape(found: dict[str, list[dict[str, Any]]]) -> Non
     """A prediction knows a call's reads and writes; it must find the kind that was timed with them."""
     calls = found["calls/memory"]
     assert {call["kind"] for call in calls} == {
-        "reduce_short", "sort_top", "sort_whole", "reduce_few", "copy_strided_spread", "scatter_backward"
-    }  # fmt: skip
+        "reduce_short",
+        "sort_top",
+        "sort_whole",
+        "reduce_few",
+        "copy_strided_spread",
+        "scatter_backward",
+    }
     assert all(set(call) == {"kind", "reads", "writes", "seconds"} and call["seconds"] > 0 for call in calls)
 
 

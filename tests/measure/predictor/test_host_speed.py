@@ -55,8 +55,12 @@ def test_constants_follow_the_probe() -> None:
         pace = 2 if "train" in name else 3
         assert found["host"]["types"]["llama"][name] == [*_round([pace * seconds]), factor]
     assert found["compiled"]["launch_s"] == pytest.approx(3 * shipped["compiled"]["launch_s"])
-    assert found["own_host"] == {"train": pytest.approx(2), "forward": pytest.approx(3), "spread": pytest.approx(0.3),
-                                 "date": "2026-11-16T00:00:00Z"}  # fmt: skip
+    assert found["own_host"] == {
+        "train": pytest.approx(2),
+        "forward": pytest.approx(3),
+        "spread": pytest.approx(0.3),
+        "date": "2026-11-16T00:00:00Z",
+    }
     for same in ("products", "attention", "moved", "optimizer"):
         assert found[same] == shipped[same]
 

@@ -58,8 +58,17 @@ def test_every_recorded_type_that_can_be_measured_is() -> None:
     assert without == {"gemma2", "gpt_oss", "gptj"}
     assert (recorded & set(presets)) - {*types, *later, *without} == set()
     denoisers = {"FluxTransformer2DModel", "SD3Transformer2DModel"}  # presets are of their pipelines
-    plain = {"bloom", "gemma4_text", "gpt_bigcode", "gpt_neo", "imagegpt-causal", "lfm2_moe",
-             "ministral", "openai_privacy_filter", "ovis2"}  # fmt: skip
+    plain = {
+        "bloom",
+        "gemma4_text",
+        "gpt_bigcode",
+        "gpt_neo",
+        "imagegpt-causal",
+        "lfm2_moe",
+        "ministral",
+        "openai_privacy_filter",
+        "ovis2",
+    }
     assert recorded - set(presets) - later == plain | denoisers
 
 

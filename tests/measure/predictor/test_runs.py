@@ -279,9 +279,7 @@ def test_a_quick_calibration_takes_what_it_did_not_measure_from_the_shipped_pred
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's constants at the pace of its own small steps; kernels of adapters as they are."""
-    records = [
-        case for case in _read_measured() if "units" not in case and not is_narrow(case.get("model", ""))
-    ]  # fmt: skip
+    records = [case for case in _read_measured() if "units" not in case and not is_narrow(case.get("model", ""))]
     _fake(monkeypatch, _list_results(records))
     path = predictor.calibrate_predictor(str(tmp_path))
     assert path is not None

@@ -157,8 +157,9 @@ def test_the_command_beforehand(trainer: str, capsys: pytest.CaptureFixture[str]
     shown = json.loads(capsys.readouterr().out)["flops"]
     row = read_rows()[trainer, 4, 512]["flops"]
     assert (end.value.code, {part: row[part] for part in shown if part in row}) == (
-        0, {part: value for part, value in shown.items() if part in row}
-    )  # fmt: skip
+        0,
+        {part: value for part, value in shown.items() if part in row},
+    )
     assert (set(shown) - set(row), shown["total"]) == ({"recompute"}, row["total"])
     page = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
     assert (f"$ flopcalc {asked}\n" in page) is (trainer == "DPGhostClippingTrainer")

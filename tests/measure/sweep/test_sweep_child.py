@@ -51,9 +51,11 @@ def make_args(folder: Path, run_dir: Path | None = None, **changes: Any) -> Json
     given: Json = {"trainer": "StandardTrainer", "batch_size": 2, "seq_len": 12, "model": str(path), "device": "cpu"}
     given = {"steps": 3, "warmup": 1, **given, **changes}
     lists = {
-        "trainers": [given.pop("trainer")], "batch_sizes": [given.pop("batch_size")],
-        "seq_lens": [given.pop("seq_len")], "models": [given.pop("model")],
-    }  # fmt: skip
+        "trainers": [given.pop("trainer")],
+        "batch_sizes": [given.pop("batch_size")],
+        "seq_lens": [given.pop("seq_len")],
+        "models": [given.pop("model")],
+    }
     (configuration,) = make_matrix(**lists, **given)
     args = configuration.to_args() | configuration.find_places()
     args["run_dir"] = None if run_dir is None else str(run_dir)
@@ -75,9 +77,13 @@ def test_row(trainer: str, attention: str, tmp_path: Path) -> None:
     kernel = "eager" if attention == "eager" else "auto"
     core = bind(CONFIG, convention="hardware", attention_kernel=kernel, clipping=clipping)(2, 12)
     assert row["flops"] == {
-        "convention": "hardware", "forward": core.forward, "backward": core.backward, "clipping": core.clipping,
-        "total": core.total, "model_total": bind(CONFIG)(2, 12).total,
-    }  # fmt: skip
+        "convention": "hardware",
+        "forward": core.forward,
+        "backward": core.backward,
+        "clipping": core.clipping,
+        "total": core.total,
+        "model_total": bind(CONFIG)(2, 12).total,
+    }
     assert (core.clipping > 0) == (clipping != "none")
     eager = bind(CONFIG, convention="hardware", attention_kernel="eager", clipping=clipping)(2, 12).total
     scores = 2 * 2 * 12 * 12 * 16 * 2  # samples, 2 FLOPs, pairs, width, layers: formed again by each backward pass
@@ -155,9 +161,13 @@ def test_a_run_of_scalars_is_written_once(tmp_path: Path) -> None:
     assert [each.step for each in losses] == [1, 2, 3]  # step 0 was the warm-up
     assert losses[-1].value == pytest.approx(row["loss"]["last"])
     assert sorted(found.Tags()["scalars"]) == [
-        "perf/peak_memory_bytes", "perf/samples_per_second", "perf/step_time", "perf/steps_per_second",
-        "perf/tokens_per_second", "training/loss",
-    ]  # fmt: skip
+        "perf/peak_memory_bytes",
+        "perf/samples_per_second",
+        "perf/step_time",
+        "perf/steps_per_second",
+        "perf/tokens_per_second",
+        "training/loss",
+    ]
     assert row["notes"] == [note for note in row["notes"] if note.startswith("analytic")]
 
 
@@ -283,8 +293,12 @@ def test_peak_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_spread() -> None:
     assert child._summarize([5.0, 1.0, 2.0, 4.0, 3.0, 6.0, 7.0, 8.0, 9.0, 10.0, 30.0]) == {
-        "median": 6.0, "min": 1.0, "max": 30.0, "p10": 2.0, "p90": 10.0,
-    }  # fmt: skip
+        "median": 6.0,
+        "min": 1.0,
+        "max": 30.0,
+        "p10": 2.0,
+        "p90": 10.0,
+    }
     assert set(child._summarize([2.5]).values()) == {2.5}
 
 

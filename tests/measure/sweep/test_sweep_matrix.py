@@ -32,9 +32,12 @@ def test_every_trainer_at_every_size() -> None:
     found = make_matrix(batch_sizes=[4, 8], seq_lens=[512, 1024], models=["1b"])
     assert len(found) == 16
     assert [configuration.id for configuration in found[:5]] == [
-        "StandardTrainer_bs4_seq512", "DPSGDTrainer_bs4_seq512", "DPGhostClippingTrainer_bs4_seq512",
-        "DPFastGradientClippingTrainer_bs4_seq512", "StandardTrainer_bs8_seq512",
-    ]  # fmt: skip
+        "StandardTrainer_bs4_seq512",
+        "DPSGDTrainer_bs4_seq512",
+        "DPGhostClippingTrainer_bs4_seq512",
+        "DPFastGradientClippingTrainer_bs4_seq512",
+        "StandardTrainer_bs8_seq512",
+    ]
     assert len({configuration.id for configuration in found}) == 16
 
 
@@ -47,8 +50,14 @@ def test_several_models_are_in_the_id(tmp_path: Path) -> None:
     models = ["tiny", "gpt2", *(str(tmp_path / path) for path in paths)]
     found = make_matrix(**{**SMALL, "models": models}, trainers=["DPSGDTrainer"])
     assert [configuration.id.removeprefix("DPSGDTrainer_bs4_seq512") for configuration in found] == [
-        "_tiny", "_gpt2", "_my-llama", "_b", "_c", "_größe", "_модель",
-    ]  # fmt: skip
+        "_tiny",
+        "_gpt2",
+        "_my-llama",
+        "_b",
+        "_c",
+        "_größe",
+        "_модель",
+    ]
 
 
 def test_a_model_type_reads_a_config_as_a_family(tmp_path: Path) -> None:

@@ -61,8 +61,12 @@ def test_a_failure_is_a_row_and_touches_no_other() -> None:
     lengths = (8, stand_in.RAISES, stand_in.LACKS_MEMORY, stand_in.IS_KILLED, 9)
     swept = sweep(matrix(lengths, trainers=["DPSGDTrainer"]))
     assert [(row["status"], row.get("reason")) for row in swept.rows] == [
-        ("ok", None), ("failed", "exception"), ("failed", "oom"), ("failed", "killed"), ("ok", None),
-    ]  # fmt: skip
+        ("ok", None),
+        ("failed", "exception"),
+        ("failed", "oom"),
+        ("failed", "killed"),
+        ("ok", None),
+    ]
     assert swept.failed == 3
     assert "KeyError: 'not there'" in swept.rows[1]["detail"]
     assert "last words" in swept.rows[3]["detail"]

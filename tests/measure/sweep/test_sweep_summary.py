@@ -63,9 +63,19 @@ def test_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"batch_size": 2}, {"seq_len": 2}, {"model": "tiny"}, {"dtype": "fp32"}, {"attention": "eager"},
-                {"device": "cpu"}, {"steps": 3}, {"status": "failed"}, {"environment": {"device": "NVIDIA H100"}}],
-)  # fmt: skip
+    "changes",
+    [
+        {"batch_size": 2},
+        {"seq_len": 2},
+        {"model": "tiny"},
+        {"dtype": "fp32"},
+        {"attention": "eager"},
+        {"device": "cpu"},
+        {"steps": 3},
+        {"status": "failed"},
+        {"environment": {"device": "NVIDIA H100"}},
+    ],
+)
 def test_only_like_is_compared_with_like(changes: Json) -> None:
     found = summarize([{**ROWS[0], **changes}, ROWS[1]])
     assert found["configurations"][1]["slowdown"] is None
@@ -145,8 +155,16 @@ def test_models_and_machines_each_have_a_line() -> None:
     assert "tiny" in format_summary(summarize(rows)).split("\n\n")[3]
 
 
-@pytest.mark.parametrize("rows", [ROWS, [], [ROWS[4]], [ROWS[0], {**ROWS[0], "model": "tiny"}],
-                                  [{"id": "a", "status": "ok", "trainer": "t", "model": "m"}]])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        [],
+        [ROWS[4]],
+        [ROWS[0], {**ROWS[0], "model": "tiny"}],
+        [{"id": "a", "status": "ok", "trainer": "t", "model": "m"}],
+    ],
+)
 def test_plot(tmp_path: Path, rows: list[Json]) -> None:
     pytest.importorskip("matplotlib")
     plot(summarize(rows), tmp_path / "cost.png")

@@ -44,9 +44,14 @@ SEEN: list[tuple[Any, int, int]] = []  # module, FLOPs of its open pairs, and of
 
 
 def attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
-    *_: Any, **others: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *_: Any,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
     """Attention on (b, h, s, d); the FLOPs of the pairs that the mask leaves open are noted."""
     heads = query.shape[1]
     key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))

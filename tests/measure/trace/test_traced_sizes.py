@@ -167,9 +167,14 @@ def test_a_vit_is_traced_by_its_images() -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=16, patch_size=4,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=16,
+        patch_size=4,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     module = ViTForImageClassification(config)
     estimator = bind(module, {"pixel_values": torch.randn(2, 3, 16, 16)})
     batch = {"pixel_values": torch.randn(3, 3, 16, 16)}

@@ -184,8 +184,17 @@ def test_a_predictor_of_another_device_is_refused(keep: Keep) -> None:
     assert Machine("h200").is_measured
 
 
-@pytest.mark.parametrize(("device", "share"), [("a100-pcie-40gb", 0.83), ("a100-pcie-80gb", 0.83), ("a10", 0.72),
-                                               ("a40", 0.72), ("h100-pcie", 0.72), ("tpu-v4", 0.82)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "share"),
+    [
+        ("a100-pcie-40gb", 0.83),
+        ("a100-pcie-80gb", 0.83),
+        ("a10", 0.72),
+        ("a40", 0.72),
+        ("h100-pcie", 0.72),
+        ("tpu-v4", 0.82),
+    ],
+)
 def test_share_of_the_peak_on_a_device_that_was_not_measured(device: str, share: float) -> None:
     machine = Machine(device)
     assert machine.shape.rate == pytest.approx(share * machine.peak, rel=1e-12)
@@ -210,9 +219,7 @@ def test_fused_attention_reads_the_keys_that_are_selected() -> None:
     estimator = bind("deepseek-v4-flash")
     load = estimator(1, 4096).terms[0][1]
     for execution, keys in (("fused", {127, 510, 142}), ("eager", {4096, 5120, 4128})):
-        work = make_work(
-            estimator, load, optimizer="adamw", dtype_bytes=2, kernel="cudnn", execution=execution
-        )  # fmt: skip
+        work = make_work(estimator, load, optimizer="adamw", dtype_bytes=2, kernel="cudnn", execution=execution)
         assert {call.keys for call in work.attention} == keys
 
 

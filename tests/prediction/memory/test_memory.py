@@ -107,11 +107,12 @@ def test_model_that_was_not_recorded(monkeypatch: pytest.MonkeyPatch, attention:
     layer = (
         2 * 6 * 64  # norms: input in float32, result before the weight
         + 2 * 64  # what q, k and v read
-        + 2 * (64 + 2 * 32 + 64) + 4 * 4  # queries, keys, values, output, a sum per head
+        + 2 * (64 + 2 * 32 + 64)
+        + 4 * 4  # queries, keys, values, output, a sum per head
         + 2 * 64  # what gate and up read
         + 2 * (3 * 128)  # gate, its activation, up
         + 2 * 128  # what down reads
-    )  # fmt: skip
+    )
     found = predict(attention=attention)
     assert found.activations == TOKENS * (2 * layer + 6 * 64 + 2 * 64) + 2 * extra
     assert any("we assume code like that of most models" in note for note in found.notes)
@@ -354,8 +355,16 @@ def test_shown() -> None:
     found = predict()
     shown = format_memory(found, "h200")
     assert [line.split()[0] for line in shown.splitlines()[1:]] == [
-        "weights", "gradients", "optimizer", "activations", "logits", "workspace", "inputs", "peak", "NVIDIA",
-    ]  # fmt: skip
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "workspace",
+        "inputs",
+        "peak",
+        "NVIDIA",
+    ]
     assert "fits" in shown
     assert "too much by" in format_memory(found, make_device(0.51))
     assert json.loads(json.dumps(found.to_dict()))["peak"] == found.peak

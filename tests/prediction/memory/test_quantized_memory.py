@@ -54,9 +54,12 @@ TINY = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "tie_word_embeddings": False,
 }  # fmt: skip
 GEMMA = {
-    **TINY, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8,
+    **TINY,
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
-}  # fmt: skip
+}
 LATENT = {
     **TINY, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
@@ -107,8 +110,9 @@ def test_adapters_beside_four_bits() -> None:
 
 
 def test_a_prediction_says_what_it_does_not_know() -> None:
-    found = predict("llama-3.2-1b", device="h200", seq_len=128, weights="int4", lora="r=4,targets=q_proj",
-                    optimizer="adamw-offload")  # fmt: skip
+    found = predict(
+        "llama-3.2-1b", device="h200", seq_len=128, weights="int4", lora="r=4,targets=q_proj", optimizer="adamw-offload"
+    )
     assert [note for note in found.notes if "was not measured" in note and "quantized" in note]
     assert [note for note in found.notes if "is not checked" in note]
     assert found.memory is not None

@@ -77,9 +77,16 @@ def measure(bench: Bench, row: Json) -> Json:
     """One call; a kernel that does not take these dims makes a failed row with torch's reason."""
     bench.free()
     call = make_call(
-        bench, row["kernel"], row["direction"], row["batch"], row["heads"], row["length"], row["qk_dim"], row["v_dim"],
+        bench,
+        row["kernel"],
+        row["direction"],
+        row["batch"],
+        row["heads"],
+        row["length"],
+        row["qk_dim"],
+        row["v_dim"],
         row["mask"] == "causal",
-    )  # fmt: skip
+    )
     needed = count_needed(row)
     timing = bench.time(call)
     return {

@@ -19,8 +19,11 @@ from flopcalc.measure.calibrate.tables.attention import count_needed as count_at
 from flopcalc.measure.jobs.runner import Job, RowError
 
 _QWEN_TOKENS = {
-    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-}  # fmt: skip
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
 _MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
 
 
@@ -302,8 +305,11 @@ def plan_padding(suite: str) -> list[Job]:
         for seq, batch in sizes:
             for call in list_calls(get_config(family, suite), get_grids(family, suite), seq, batch, kernels):
                 about = {
-                    "family": family, "seq": seq, "batch": batch, "images": format_images(get_grids(family, suite))
-                }  # fmt: skip
+                    "family": family,
+                    "seq": seq,
+                    "batch": batch,
+                    "images": format_images(get_grids(family, suite)),
+                }
                 key = f"{family}/{seq}x{batch}/{call['kernel'] or call['kind']}/{call['shape']}/{call['direction']}"
                 module, calls, again = call.pop("module"), call.pop("calls"), call.pop("calls_recompute")
                 modules = rows.setdefault(key, {**about, **call, "modules": {}})["modules"]
@@ -342,8 +348,12 @@ def list_calls(config: Json, grids: list[list[int]], seq: int, batch: int, kerne
                     ahead = {"calls": copies * many, "calls_recompute": (copies + again) * many}
                     yield {**about, **ahead, "direction": "forward"}
                     if row.find("fused_backward") is not None:
-                        yield {**about, "calls": copies * many, "calls_recompute": copies * many,
-                               "direction": "backward"}  # fmt: skip
+                        yield {
+                            **about,
+                            "calls": copies * many,
+                            "calls_recompute": copies * many,
+                            "direction": "backward",
+                        }
             continue
         m, n, k = values[0] * op.times, op.n_out, op.n_in
         shape = f"{m}x{n}x{k}"
@@ -353,10 +363,12 @@ def list_calls(config: Json, grids: list[list[int]], seq: int, batch: int, kerne
             continue
         for layer in block.layers or ():  # every layer's router splits the rows in its own way
             one = {
-                "module": f"{block.path}.{layer}.{op.name}", "kind": "experts", "calls": 1,
+                "module": f"{block.path}.{layer}.{op.name}",
+                "kind": "experts",
+                "calls": 1,
                 "calls_recompute": 1 + bool(product.passes.recompute),
                 "shape": f"{shape} over {op.copies} experts, layer {layer}",
-            }  # fmt: skip
+            }
             yield from _list_directions({**about, **one, "layer": layer}, product)
 
 

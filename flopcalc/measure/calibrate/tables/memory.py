@@ -50,8 +50,11 @@ def plan(suite: str) -> list[Job]:
             for size in chosen:
                 elements = _round(op, (size * _MB if suite != "test" else 1 << 16) // each)
                 rows[f"{op}/{direction}/{size}MB"] = {
-                    "op": op, "direction": direction, "bytes": elements * each, "elements": elements
-                }  # fmt: skip
+                    "op": op,
+                    "direction": direction,
+                    "bytes": elements * each,
+                    "elements": elements,
+                }
     for op in _COSTS:
         rows[op] = {"op": op, "direction": "forward", "bytes": 0, "elements": 0}
     args = {"device": get_device(suite)}

@@ -12,8 +12,11 @@ from flopcalc.measure.jobs.runner import Job
 _STEPS = 8
 _QWEN_ROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
 _TOKENS = {
-    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-}  # fmt: skip
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
 
 
 def _text(
@@ -69,8 +72,12 @@ def plan(suite: str) -> list[Job]:
         for _, grids, batch, seq, attention, recompute in entries:
             images = counts.format_images(grids)
             rows_by_id[f"{model}/{batch}x{seq}/{images or 'text'}/{attention}/{recompute}"] = {
-                "batch": batch, "seq": seq, "grids": grids, "attention": attention, "recompute": recompute
-            }  # fmt: skip
+                "batch": batch,
+                "seq": seq,
+                "grids": grids,
+                "attention": attention,
+                "recompute": recompute,
+            }
         args = {"device": get_device(suite), "suite": suite, "model": model}
         jobs.append(
             Job(f"steps-{model}", f"{__name__}:start", args, rows_by_id, 180, expected_s=14 + 3.0 * len(rows_by_id))

@@ -31,7 +31,7 @@ class ModelledCase(NamedTuple):
 
 def model_cases(
     cases: Iterable[Json], configs: Callable[[str], Json], device: str, transformers: str = RECORDED
-) -> list[ModelledCase]:  # fmt: skip
+) -> list[ModelledCase]:
     """All cases, as a version of transformers runs them; each model is bound once per recipe and attention."""
     bound: dict[tuple[str, ...], Estimator] = {}
     modelled = []
@@ -45,9 +45,13 @@ def model_cases(
 
 def bind_case(case: Json, config: Json, device: str) -> Estimator:
     return bind_config(
-        config, recipe={"recompute": case["recompute"]}, convention="hardware", device=device,
-        attention_kernel=_find_kernel(case) or "auto", routing=find_random(config),
-    )  # fmt: skip
+        config,
+        recipe={"recompute": case["recompute"]},
+        convention="hardware",
+        device=device,
+        attention_kernel=_find_kernel(case) or "auto",
+        routing=find_random(config),
+    )
 
 
 def find_random(config: Json) -> Routing | None:
@@ -59,9 +63,7 @@ def model_case(case: Json, estimator: Estimator, transformers: str = RECORDED) -
     images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None
     context = case["context"] if case["phase"] == "decode" else None
     load = make_workload(case["batch"], case["seq"], image_grid_thw=images, phase=case["phase"], context=context)
-    work = make_work(
-        estimator, load, optimizer=case["optimizer"], kernel=_find_kernel(case), transformers=transformers
-    )  # fmt: skip
+    work = make_work(estimator, load, optimizer=case["optimizer"], kernel=_find_kernel(case), transformers=transformers)
     return ModelledCase(case, estimator, load, work)
 
 

@@ -298,9 +298,18 @@ def _read_attention_call(call: Json) -> AttentionPoint:
     qk, v = (call["qk"], call["v"]) if "qk" in call else (call["qk_dim"], call["v_dim"])
     call = {"kv_heads": call["heads"], "keys": call["length"], **call}  # the table has neither
     return AttentionPoint(
-        call["kernel"], call["direction"], call["mask"], call["batch"], call["heads"], call["kv_heads"], (qk + v) // 2,
-        call["length"], call["keys"], call["seconds"], 1,
-    )  # fmt: skip
+        call["kernel"],
+        call["direction"],
+        call["mask"],
+        call["batch"],
+        call["heads"],
+        call["kv_heads"],
+        (qk + v) // 2,
+        call["length"],
+        call["keys"],
+        call["seconds"],
+        1,
+    )
 
 
 def read_gemm_table(rows: Iterable[Json]) -> list[ProductPoint]:

@@ -145,7 +145,7 @@ def fit_again(
 
 def _fit_waves(
     constants: Constants, cases: Sequence[ModelledCase], calls: Sequence[Json]
-) -> dict[str, dict[str, list[float]]]:  # fmt: skip
+) -> dict[str, dict[str, list[float]]]:
     """Constants of attention, those under the masks IN_WAVES fitted anew."""
     units = round(ProductShape(*constants["products"]["shape"]).units)
     points = join_points(read_points(cases), read_single_calls(calls)).attention
@@ -177,9 +177,7 @@ def _fit_host_part(
     return found
 
 
-def _model_small_steps(
-    constants: Constants, records: Sequence[Json], configs: Callable[[str], Json]
-) -> list[HostStep]:  # fmt: skip
+def _model_small_steps(constants: Constants, records: Sequence[Json], configs: Callable[[str], Json]) -> list[HostStep]:
     device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
     small = [record for record in records if record.get("is_host") and "model" in record]
     return [
@@ -216,7 +214,7 @@ def take_over(constants: Constants, known: Constants) -> Constants:
 
 def _fit_kernels(
     cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_table: Sequence[Json], tiles: str
-) -> KernelConstants:  # fmt: skip
+) -> KernelConstants:
     """Constants of single kernels, from profiled steps and from single calls."""
     points = join_points(read_points(cases), read_single_calls(calls))
     products = fit_products(points.products, read_gemm_table(gemm_table), tiles)

@@ -44,9 +44,7 @@ from flopcalc.prediction.kernels.products import (
 )
 
 
-def fit_products(
-    points: Sequence[ProductPoint], others: Sequence[ProductPoint] = (), tiles: str = ""
-) -> PlainProducts:  # fmt: skip
+def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] = (), tiles: str = "") -> PlainProducts:
     """Constants of `time_shape`, the ratio that each shape leaves over, and the slowdown of unaligned widths.
 
     `others` are products that were measured alone; they count for unaligned widths only. `tiles` names the table of
@@ -92,9 +90,8 @@ def _fit_shape(points: Sequence[ProductPoint], tiles: str) -> ProductShape:
         is_share = [name in ("half", "quarter", "eighth") for name in ProductShape._fields[:-1]]
         most = [MAX_TILE_SHARE if each else math.inf for each in is_share]
         rates = fit_positive(
-            lambda rates: list_errors(ProductShape(*(*rates, units))),
-            rates, ROUNDED_ERROR, PRODUCTS_PULL, most,
-        )  # fmt: skip
+            lambda rates: list_errors(ProductShape(*(*rates, units))), rates, ROUNDED_ERROR, PRODUCTS_PULL, most
+        )
         return ProductShape(*(*rates, units))
 
     def fit_units(shape: ProductShape) -> ProductShape:

@@ -11,10 +11,13 @@ from flopcalc.measure.predictor.runs import make_case
 
 def test_a_model_is_bound_once_per_recipe_and_attention() -> None:
     cases = [
-        make_case("a", "train", 1, 64), make_case("a", "train", 2, 32), make_case("a", "decode", 1, 2, context=16),
-        make_case("a", "train", 1, 64, recompute="full"), make_case("a", "train", 1, 64, attention="eager"),
+        make_case("a", "train", 1, 64),
+        make_case("a", "train", 2, 32),
+        make_case("a", "decode", 1, 2, context=16),
+        make_case("a", "train", 1, 64, recompute="full"),
+        make_case("a", "train", 1, 64, attention="eager"),
         make_case("b", "train", 1, 64),
-    ]  # fmt: skip
+    ]
     asked: list[str] = []
     found = model_cases(cases, lambda name: asked.append(name) or LLAMA, DEVICE)
     assert asked == ["a", "a", "a", "b"]

@@ -72,10 +72,11 @@ def test_calls_that_do_not_determine_all_do_not_explode(sizes: list[tuple[int, i
         return 6e-6 + 6e-11 * queries + 7e-13 * pairs + last * longest
 
     points = [
-        AttentionPoint("flash", direction, "full", batch, heads, heads, 64, length, length,
-                       time_call(batch, heads, length), 1)
+        AttentionPoint(
+            "flash", direction, "full", batch, heads, heads, 64, length, length, time_call(batch, heads, length), 1
+        )
         for batch, heads, length in sizes
-    ]  # fmt: skip
+    ]
     short = AttentionPoint("cudnn", direction, "causal", 1, 8, 8, 64, 48, 48, 6e-6, 1)
     values = fit_attention([*points, short], 132)["flash"][f"{direction}/full/64"]
     for size in ((1, 16, 64), (1, 16, 577), (8, 16, 729), (1, 16, 2300), (4, 32, 4096)):

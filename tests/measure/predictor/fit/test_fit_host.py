@@ -102,9 +102,13 @@ TOWER = "qwen2-vl-2b"
 BARE: dict[str, Any] = {**SHIPPED, "host": {**SHIPPED["host"], "types": {}}}
 TYPES = {
     "llama": {"train": [0.006, 1.2], "forward": [0.0015, 0.9], "decode": [0.002, 1.1]},
-    "qwen2_vl": {"train": [0.005, 1.1], "forward": [0.002, 1.05], "vision train": [0.0, 1.2],
-                 "vision forward": [0.0, 0.9]},  # a tower has no seconds of a call
-}  # fmt: skip
+    "qwen2_vl": {
+        "train": [0.005, 1.1],
+        "forward": [0.002, 1.05],
+        "vision train": [0.0, 1.2],
+        "vision forward": [0.0, 0.9],
+    },  # a tower has no seconds of a call
+}
 FREE = (1e-4, 1e-4)  # pulls that hardly draw
 
 

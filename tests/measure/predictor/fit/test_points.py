@@ -91,8 +91,16 @@ def test_only_plain_steps_are_read(changed: dict[str, Any]) -> None:
 
 
 def test_calls_that_drop_weights_have_a_mask_of_their_own() -> None:
-    row = ["aten::_cudnn_attention_forward", False, "[[2,4,32,16],[2,2,32,16],[2,2,32,16]]",
-           f"{BF16},c10::BFloat16", 2, 6, 6.0, "philox"]  # fmt: skip
+    row = [
+        "aten::_cudnn_attention_forward",
+        False,
+        "[[2,4,32,16],[2,2,32,16],[2,2,32,16]]",
+        f"{BF16},c10::BFloat16",
+        2,
+        6,
+        6.0,
+        "philox",
+    ]
     found = read_points([profile([row], {**LLAMA, "attention_dropout": 0.1})]).attention
     assert [point.mask for point in found] == ["dropout"]
 

@@ -105,8 +105,9 @@ def test_two_depths_tell_a_call_from_a_layer(call_s: float, factor: float) -> No
     # Without a pull, and against many steps, the usual has no weight.
     assert solve_call_and_factor(rows, 0.002, (0.0, 0.0)) == pytest.approx((call_s, factor))
     assert solve_call_and_factor(rows * 10000, 0.002) == (
-        pytest.approx(call_s, abs=2e-6), pytest.approx(factor, rel=2e-4),
-    )  # fmt: skip
+        pytest.approx(call_s, abs=2e-6),
+        pytest.approx(factor, rel=2e-4),
+    )
 
 
 @pytest.mark.parametrize("depths", [(4, 12), (8,)])
