@@ -66,7 +66,7 @@ class Routing(Value):
 
 
 EVEN = Routing()
-RANDOM = Routing(0.4)  # about what routers with HF's random weights do: 0.06 to 2.5 in 31 steps (expert_routes.json)
+RANDOM = Routing(0.4)  # about what routers with HF's random weights do; each step differs
 
 
 @lru_cache(maxsize=4096)
