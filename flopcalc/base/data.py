@@ -84,11 +84,14 @@ def load_toml(path: str) -> dict[str, Any]:
         raise SpecError(f"{path}: {error}") from None
 
 
+_LONG = 1000  # characters of a path that is shown in part
+
+
 def read_table(path: str, what: str, extra: str, error: type[FlopcalcError], is_unique: bool = False) -> Any:
     """The mapping in a YAML, TOML or JSON file with settings; `extra` installs PyYAML."""
     ending = os.path.splitext(path)[1].lower()
     if ending not in _LIMITS:
-        raise error(f"{path}: {what} is a {', '.join(_LIMITS)} file")
+        raise error(f"{path if len(path) < _LONG else format_value(path)}: {what} is a {', '.join(_LIMITS)} file")
     text = read_text(path, _LIMITS[ending], error)
     try:
         if ending == ".toml":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flopcalc.base.units import format_seconds
-from flopcalc.base.vocabulary import Direction, Execution, Kernel
+from flopcalc.base.vocabulary import Direction, Execution, Kernel, Optimizer, Phase
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time, sum_dtypes
 from flopcalc.core.model.ops import Attend
@@ -162,7 +162,7 @@ class Floors(NamedTuple):
         )
 
 
-def find_floors(estimate: Estimate, device: Device, dtype: str | None, width: int, optimizer: str) -> Floors:
+def find_floors(estimate: Estimate, device: Device, dtype: str | None, width: int, optimizer: Optimizer) -> Floors:
     """The floors of a step whose plain numbers take `width` bytes each; `dtype` takes one format for all products."""
     moved = sum(_count_reads(estimator, load, width) * times for estimator, load, times in estimate.terms)
     if estimate.terms[0].load.phase == "train":
@@ -187,7 +187,7 @@ _CODE: dict[Execution, str] = {
 }
 
 
-def describe_execution(execution: Execution, phase: str) -> str:
+def describe_execution(execution: Execution, phase: Phase) -> str:
     """What code the predicted time is of."""
     code = _CODE[execution]
     if execution == "fused":

@@ -120,8 +120,10 @@ def _read_seconds(name: str, field: Field, value: Any) -> tuple[float, ...]:
 
 
 def _read_mtp(name: str, field: Field, value: Any) -> int | bool:
-    if isinstance(value, bool) or value == "config":
-        return bool(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "config":
+        return True
     return _read_size(name, field, value, 0)
 
 

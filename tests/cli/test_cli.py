@@ -314,7 +314,7 @@ def test_broken_pipe_is_no_error() -> None:
 # --- the JSON contract ------------------------------------------------------------------------------------------------
 TOP = {
     "schema", "version", "model", "workload", "recipe", "convention", "attention_kernel", "flops", "gpus",
-    "global_batch", "totals",
+    "global_batch", "routing", "totals",
     "components", "modules", "parameters", "formats", "mfu", "hfu", "run", "notes",
 }  # fmt: skip
 WORKLOAD = {

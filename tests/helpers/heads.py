@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flopcalc.core.spec.spec import find_spec
@@ -81,7 +80,7 @@ def list_class_cases(model_type: str, named: str, kind: str) -> Iterator[Case]:
     example = find_example(model_type)
     is_own = named == (example.architecture or find_spec(model_type).architecture)
     loss = example.loss if is_own else LOSSES.get(kind, "logits")
-    made = replace(example, architecture=named, loss=loss)
+    made = example._replace(architecture=named, loss=loss)
     for config in example.configs:
         changed = {**config, "num_labels": LABELS} if kind in ("sequence", "token") else dict(config)
         if kind == "sequence":
@@ -93,7 +92,7 @@ def list_class_cases(model_type: str, named: str, kind: str) -> Iterator[Case]:
             workload["decoder_seq"] = workload["seq"]
             changed["eos_token_id"] = 2
             ids = [[*[3] * (workload["seq"] - 1), 2]] * workload["batch"]
-            made = replace(made, inputs={**made.inputs, "input_ids": {"fill": "value", "value": ids, "dtype": "int"}})
+            made = made._replace(inputs={**made.inputs, "input_ids": {"fill": "value", "value": ids, "dtype": "int"}})
         yield Case(changed, made, workload)
 
 

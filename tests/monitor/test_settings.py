@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flopcalc.base.errors import ConfigError
+from flopcalc.hardware.routing import parse_routing
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, load_settings
 
 # Every key there is, each with a value that is not its default.
@@ -27,6 +28,7 @@ monitoring:
   key_style: composer
   device: h200
   dtype: bfloat16
+  routing: spread:0.4
   peak_flops_per_s: 989e12
   skip_first: 0
   stall_factor: 2
@@ -70,7 +72,7 @@ FULL_SETTINGS = Settings(
     straggler_factor=1.5, wandb_log_dataset_metrics=False, wandb_reduced_logging=True, wandb_project="p",
     wandb_entity="e", wandb_name="n", wandb_mode="offline", tensorboard_dir="tb", mlflow_tracking_uri="file:./mlruns",
     mlflow_experiment="x", distributed_enabled=False, tensor_parallel=2, context_parallel=3, pipeline_parallel=4,
-    side_timeout_s=1.5,
+    side_timeout_s=1.5, routing=parse_routing("spread:0.4"),
 )  # fmt: skip
 
 

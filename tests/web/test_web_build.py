@@ -140,7 +140,7 @@ def test_out_writes_only_where_it_may(site: Path, pyodide: Path, tmp_path: Path,
 def test_without_npm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("FLOPCALC_CACHE", str(tmp_path))
-    with pytest.raises(FlopcalcError, match=r"fetched with npm, which is not here: install Node, or give --pyodide"):
+    with pytest.raises(FlopcalcError, match=r"fetched with npm, which is not here: install Node, or give pyodide=DIR"):
         find_package(load_lock())
 
 

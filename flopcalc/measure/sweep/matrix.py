@@ -174,7 +174,8 @@ def _check_list(name: str, values: object) -> tuple[Any, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise SweepError(f"{name} must be a list, not {format_value(values)}")
     if not values:
-        raise SweepError(f"{name} is empty: give {spell(name)}, or {name} in the matrix file")
+        options = ("model_size", "model") if name == "models" else (name,)
+        raise SweepError(f"{name} is empty: give {' or '.join(map(spell, options))}, or {name} in the matrix file")
     checked = tuple(_LISTS[name](name, value) for value in values)
     for value, count in Counter(checked).items():
         if count > 1:

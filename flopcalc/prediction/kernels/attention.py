@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from flopcalc.base.vocabulary import CallMask, PassDirection
+
 IN_WAVES = ("full", "window", "apart")  # masks under which all blocks of attention take equally long
 
 
 def attention_features(
-    units: int, direction: str, mask: str, batch: int, heads: int, kv_heads: int, dim: float, length: int, keys: int
+    units: int,
+    direction: PassDirection,
+    mask: CallMask,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    dim: float,
+    length: int,
+    keys: int,
 ) -> tuple[float, float, float, float]:
     """What the time of an attention call is made of: the call, its queries, its pairs in blocks, its longest row.
 
@@ -28,7 +38,7 @@ def attention_features(
     return 1.0, float(rows), float(rows * step * -(-passed // step)), float(last)
 
 
-def name_mask(mask: str, keys: int) -> str:
+def name_mask(mask: CallMask, keys: int) -> str:
     """A mask that is handed over as a tensor has other kernels where its rows do not start on 16 bytes, or on 4."""
     if mask not in ("window", "apart") or not keys % 8:
         return mask

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -98,16 +97,16 @@ def test_a_wrong_number_is_told() -> None:
     first = truth.entries[0]
     case = first.cases[0]
     forward, backward, again = case.rows["lm_head"]
-    changed = replace(case, rows={**case.rows, "lm_head": (forward, backward + 2, again)}, total=case.total + 1)
-    row, sums, parameters = find_wrong(replace(truth, entries=(replace(first, cases=(changed,), more=()),)))
+    changed = case._replace(rows={**case.rows, "lm_head": (forward, backward + 2, again)}, total=case.total + 1)
+    row, sums, parameters = find_wrong(truth._replace(entries=(first._replace(cases=(changed,), more=()),)))
     assert row.endswith(f"lm_head: ours {(forward, backward, again)}, traced {(forward, backward + 2, again)}")
     assert "sums: ours" in sums
     assert "parameters: ours" in parameters
-    part = replace(changed, rows={"lm_head": changed.rows["lm_head"]}, sums=(1, 2, 3), total=case.total)
-    row, sums = find_wrong(replace(truth, entries=(replace(first, cases=(part,), more=()),)))
+    part = changed._replace(rows={"lm_head": changed.rows["lm_head"]}, sums=(1, 2, 3), total=case.total)
+    row, sums = find_wrong(truth._replace(entries=(first._replace(cases=(part,), more=()),)))
     assert "lm_head: ours" in row
     assert sums.endswith("traced (1, 2, 3)")
     published = next(entry for entry in truth.entries if entry.preset)
-    other = replace(published, config={**published.config, "n_layer": 11}, more=())
-    (line,) = find_wrong(replace(truth, entries=(other,)))
+    other = published._replace(config={**published.config, "n_layer": 11}, more=())
+    (line,) = find_wrong(truth._replace(entries=(other,)))
     assert line == "gpt2: n_layer is 12 in the preset, 11 in the record"

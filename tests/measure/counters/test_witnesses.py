@@ -749,7 +749,7 @@ def test_what_cannot_be_crosschecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="no CUDA device"):
         witness.crosscheck(config, make_workload(1, 8), device="cuda")
-    with pytest.raises(FlopcalcError, match="--layers N"):
+    with pytest.raises(FlopcalcError, match="layers=N"):
         witness.crosscheck("llama-3.1-405b", make_workload(1, 8), device="cpu")
 
 

@@ -146,7 +146,7 @@ def test_a_row_whose_question_changed_is_measured_again(tmp_path: Path) -> None:
 def test_other_settings_refuse_a_journal_with_results(tmp_path: Path) -> None:
     run_jobs([], str(tmp_path), identity={"torch": "2.10"})
     run_jobs([make_job(ONE)], str(tmp_path), identity={"torch": "2.11"})
-    with pytest.raises(RunnerError, match=r"begun with torch = '2.11', now it is '2.13'.*--fresh"):
+    with pytest.raises(RunnerError, match=r"begun with torch = '2.11', now it is '2.13'.*fresh"):
         run_jobs([make_job(ONE)], str(tmp_path), identity={"torch": "2.13"})
 
 
@@ -166,7 +166,7 @@ def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     lines = path.read_text()
     for first in ("{}", "[]", '{"run": 5}', "\0"):
         path.write_text(f"{first}\n{lines}")
-        with pytest.raises(RunnerError, match=r"journal.jsonl: line 1 is damaged .* run with --fresh"):
+        with pytest.raises(RunnerError, match=r"journal.jsonl: line 1 is damaged .* run with fresh"):
             run_jobs([make_job(ONE)], str(tmp_path))
 
 

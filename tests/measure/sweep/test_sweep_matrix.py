@@ -128,8 +128,8 @@ def test_files(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_sizes": []}, "batch_sizes is empty: give --batch-sizes, or batch_sizes in the matrix file"),
-        ({"models": ()}, "models is empty: give --model-size or --model, or models"),
+        ({"batch_sizes": []}, "batch_sizes is empty: give batch_sizes, or batch_sizes in the matrix file"),
+        ({"models": ()}, "models is empty: give model_size or model, or models"),
         ({"seq_lens": "512"}, "seq_lens must be a list, not '512'"),
         ({"seq_lens": 512}, "seq_lens must be a list, not 512"),
         ({"seq_lens": [1]}, "seq_lens must be at least 2, not 1"),

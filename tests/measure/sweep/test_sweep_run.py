@@ -136,7 +136,7 @@ def test_a_lost_file_is_written_anew_from_the_journal() -> None:
 def test_other_versions_in_the_folder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep(matrix())
     monkeypatch.setattr(sweep_run, "find_version", lambda _: "0.0")
-    with pytest.raises(RunnerError, match=r"was begun with opacus = .*now it is '0.0': run with --fresh"):
+    with pytest.raises(RunnerError, match=r"was begun with opacus = .*now it is '0.0': run with fresh"):
         sweep(matrix((9,)))
     assert len(read_rows()) == 2
 
@@ -167,7 +167,7 @@ def test_row_of_a_failure() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "results.jsonl: no such file or folder. Give the --logs-dir of a `flopcalc sweep run`"),
+        (None, "results.jsonl: no such file or folder. Give the logs_dir of a `flopcalc sweep run`"),
         ("{", "line 1 is no row of a sweep"),
         (
             '{"id": "a", "status": "ok", "trainer": "t", "model": "m"}\n[]',
@@ -225,8 +225,8 @@ def test_what_another_version_wrote_is_read(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("file").write_text("")
-    with pytest.raises(SweepError, match="--logs-dir file: cannot be made: File exists"):
+    with pytest.raises(SweepError, match="logs_dir file: cannot be made: File exists"):
         run_sweep(matrix(), "file", call=stand_in.CALL)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere, and tests may run as root
-    with pytest.raises(SweepError, match="--logs-dir logs: cannot be written to; choose another folder"):
+    with pytest.raises(SweepError, match="logs_dir logs: cannot be written to; choose another folder"):
         sweep(matrix())

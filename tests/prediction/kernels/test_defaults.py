@@ -82,9 +82,9 @@ def test_a_device_may_have_its_own(use_file: Any) -> None:
 @pytest.mark.parametrize(
     ("fitted", "words"),
     [
-        ({"graph_gap": 1e-6}, "has a name that defaults.json has not"),
-        ({"graph_gap_s": "short"}, "'short' is no number of 0 or more"),
-        ({"interval": {"experts": 0.1}}, "other_device, .* missing"),
+        ({"graph_gap": 1e-6}, "has a name or a value that defaults.json has not"),
+        ({"graph_gap_s": "short"}, "has a name or a value that"),
+        ({"interval": {"experts": 0.1}}, "has a name or a value that"),
         ([], "is no mapping"),
     ],
 )
