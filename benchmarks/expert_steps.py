@@ -169,7 +169,7 @@ def find_routes(runner: Any, case: Json) -> list[list[int]]:
 def compare(case: Json, version: str) -> Json:
     """One case: measured, predicted, error, inside the interval or not."""
     from flopcalc import predict
-    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.kernels.constants import load_predictor
 
     constants = load_predictor("h200-sxm")
     assert constants is not None

@@ -229,7 +229,7 @@ def compare(case: Json, factor: float = 1.0) -> Json:
 def report(measured: Json) -> str:
     """Every case beside its prediction; fp8 is measured, not predicted."""
     from flopcalc.base.text_table import format_grid
-    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.kernels.constants import load_predictor
 
     constants = load_predictor("h200-sxm")
     assert constants is not None

@@ -67,7 +67,7 @@ def predict_cases(kept: Json, has_host: bool) -> list[Json]:
     """Every case with the shipped predictor, adapted to this host or not."""
     from flopcalc import predict
     from flopcalc.measure.predictor.runs import cut_config
-    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.kernels.constants import load_predictor
 
     before = os.environ.get("FLOPCALC_DATA")
     with TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from flopcalc.hardware.devices import find_device
 from flopcalc.measure.predictor.fit.points import ProductPoint
 from flopcalc.measure.predictor.fit.products import ProductTable
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits
-from flopcalc.prediction.machine import ProductShape
+from flopcalc.prediction.kernels.machine import ProductShape
 
 SOURCE = "ai-dynamo/aiconfigurator:systems/data@095f58a51c4ca8e61b66ec108d86f223f8d559ce"
 LICENCE = "Apache-2.0"

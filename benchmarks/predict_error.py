@@ -212,8 +212,8 @@ def fit(profiles: Path, out: Path, *, is_quick: bool = False) -> None:
     from flopcalc.hardware.tables import find_table, load_table
     from flopcalc.measure.predictor import runs
     from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
-    from flopcalc.prediction.constants import load_shipped
-    from flopcalc.prediction.machine import MEASURED_ON
+    from flopcalc.prediction.kernels.constants import load_shipped
+    from flopcalc.prediction.kernels.machine import MEASURED_ON
 
     measured = _read(profiles)
     provenance = measured["provenance"]
@@ -251,8 +251,8 @@ def refit(profiles: Path, out: Path) -> None:
 
     from flopcalc.measure.predictor import runs
     from flopcalc.measure.predictor.fit.predictor import fit_again, save_predictor
-    from flopcalc.prediction.constants import load_shipped
-    from flopcalc.prediction.machine import MEASURED_ON
+    from flopcalc.prediction.kernels.constants import load_shipped
+    from flopcalc.prediction.kernels.machine import MEASURED_ON
     from lab.blind import steps
 
     constants = load_shipped(MEASURED_ON)
@@ -299,8 +299,8 @@ def report(tested: Path, out: Path | None, predictor: Path | None = None) -> str
 def calibrated_here(predictor: Path | None = None) -> Iterator[Json]:
     """Inside, the predictor that ships, or another, is this machine's own, as on the machine that was measured."""
     from flopcalc.base.data import find_data_dir
-    from flopcalc.prediction.constants import load_predictor
-    from flopcalc.prediction.machine import MEASURED_ON
+    from flopcalc.prediction.kernels.constants import load_predictor
+    from flopcalc.prediction.kernels.machine import MEASURED_ON
 
     before = os.environ.get("FLOPCALC_DATA")
     with TemporaryDirectory() as folder:
@@ -340,7 +340,7 @@ def _take(case: Json) -> float:
 
 
 def _compare(case: Json, probes: Json, version: str) -> Json:
-    from flopcalc.prediction.hosted import name_mode
+    from flopcalc.prediction.host_time import name_mode
 
     seconds, pace = _take(case), case["probe_s"] / probes[name_mode(case["phase"])]
     found = _predict(case, pace, case["probe_s"] if case["is_host"] else 0.0, version)

@@ -28,7 +28,7 @@ MOVED = {
     "grids": ("base.text_table",),
     "kernels": ("hardware.kernels",),
     "measure.gpm": ("measure.counters.gpm",),
-    "operators": ("prediction.operators", "prediction.recordings", "prediction.kinds"),
+    "operators": ("prediction.operators", "prediction.recordings", "prediction.operator_kinds"),
     "ops": ("core.model.ops", "core.model.expand"),
     "prediction.plan": ("planning.plan",),
     "recipe": ("core.recipe.recipe", "core.recipe.resolver", "core.recipe.live", "core.model.ops", "core.model.live"),

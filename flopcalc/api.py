@@ -173,7 +173,7 @@ def predict_counted(counted: Counted, setup: Setup) -> Prediction:
 
 def list_step_options(setup: Setup) -> dict[str, Any]:
     """How a step runs, as predict_estimate and find_largest_batch take it."""
-    from flopcalc.prediction.choices import choose_execution
+    from flopcalc.prediction.execution_options import choose_execution
 
     device = choose_device(setup, [])
     if device is None:

@@ -17,8 +17,8 @@ from flopcalc.measure.jobs.journal import Journal
 from flopcalc.measure.jobs.runner import RunnerError
 from flopcalc.measure.sweep.run import load_results
 from flopcalc.measure.sweep.summary import format_summary, summarize
-from flopcalc.prediction.constants import load_predictor
-from flopcalc.prediction.machine import Machine
+from flopcalc.prediction.kernels.constants import load_predictor
+from flopcalc.prediction.kernels.machine import Machine
 
 DEEP = "[" * 100_000
 

@@ -146,7 +146,7 @@ def _describe_use(device: Device) -> dict[str, Any]:
     from flopcalc.hardware.tables import list_tables
     from flopcalc.planning.money import find_price
     from flopcalc.planning.network import load_interconnects
-    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.kernels.constants import load_predictor
 
     price = find_price(device, None)
     return {

@@ -113,7 +113,7 @@ def _show_list(
     model: str, given: dict[str, Any], memory: bool, style: str, output: str | None, plot_file: str | None
 ) -> None:
     from flopcalc.cli import lists
-    from flopcalc.prediction.floors import format_rate
+    from flopcalc.prediction.roofline import format_rate
     from flopcalc.report.prediction import make_cells
 
     rows = lists.expand(given)

@@ -11,11 +11,11 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.layout import Layout, Outline, split_layers
-from flopcalc.prediction.memory import Shards, Tensors
-from flopcalc.prediction.sides import count_chains, find_sides, find_widths
-from flopcalc.prediction.tensors import LIFTED, Held, Part, list_kinds
+from flopcalc.prediction.memory.peak import Shards, Tensors
+from flopcalc.prediction.memory.tensors import LIFTED, Part, SplitBytes, list_kinds
+from flopcalc.prediction.tensor_parallel import count_chains, find_sides, find_widths
 from flopcalc.prediction.timeline import Stack, find_place
-from flopcalc.prediction.work import Attention, Dispatched, Moved, Product, Work
+from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Work
 
 
 def make_outline(estimator: Estimator, load: Workload) -> Outline:
@@ -132,7 +132,7 @@ def _cut_attention(call: Attention, layout: Layout) -> Iterator[Attention]:
     yield call._replace(length=call.length // cp, keys=call.keys // cp, calls=call.calls * cp)
 
 
-def _merge_ring(call: Attention, layout: Layout) -> Iterator[Moved]:
+def _merge_ring(call: Attention, layout: Layout) -> Iterator[MemoryCall]:
     """What each further device's keys make a device add up: outputs in fp32, or gradients of queries, keys and values.
 
     As Transformer Engine does it (context_parallel.py): an output is corrected by what the softmax of all keys is.
@@ -147,10 +147,10 @@ def _merge_ring(call: Attention, layout: Layout) -> Iterator[Moved]:
         added = queries * call.qk + keys * (call.qk + call.v)
         reads, writes = 2 * 2.0 * added, 2.0 * added
     calls = call.calls * (layout.cp - 1)
-    yield Moved(call.module, call.group, call.direction, "pointwise", reads, writes, calls, call.is_again)
+    yield MemoryCall(call.module, call.group, call.direction, "pointwise", reads, writes, calls, call.is_again)
 
 
-def _cut_moved(moved: Moved, layout: Layout, imbalance: float) -> Moved:
+def _cut_moved(moved: MemoryCall, layout: Layout, imbalance: float) -> MemoryCall:
     if moved.direction == "optimizer":
         return moved
     share = layout.cp * (1 if moved.width == "wide" and not layout.is_sequence_parallel else layout.tp) / imbalance
@@ -182,7 +182,7 @@ def repeat_work(work: Work, recompute: str) -> Work:
     if recompute == "selective":
         ahead = [each for each in work.attention if each.direction == "forward" and each.group == "language"]
         again = [each._replace(is_again=True) for each in ahead]
-        sent = [Dispatched(each.module, each.group, "again", "attention", each.calls) for each in again]
+        sent = [HostCall(each.module, each.group, "again", "attention", each.calls) for each in again]
         softmax = {each.module for each in again}
         scores = [
             each._replace(is_again=True)
@@ -296,11 +296,11 @@ def offload_tensors(kept: Tensors) -> Tensors:
         if not part.is_language:
             found.append(part)
             continue
-        kinds = tuple(kind._replace(kept=_halve(kind.kept, Held())) for kind in part.kinds)
+        kinds = tuple(kind._replace(kept=_halve(kind.kept, SplitBytes())) for kind in part.kinds)
         each = part.kept.total // part.layers
         found.append(
             part._replace(
-                kept=_halve(part.kept, Held()), extra=part.extra + each, kinds=kinds, outputs=part.outputs // 2
+                kept=_halve(part.kept, SplitBytes()), extra=part.extra + each, kinds=kinds, outputs=part.outputs // 2
             )
         )
     return kept._replace(parts=tuple(found))
@@ -314,15 +314,15 @@ def _mix(one: Part, other: Part) -> Part:
                         outputs=(one.outputs + other.outputs) // 2)  # fmt: skip
 
 
-def _halve(one: Held, other: Held) -> Held:
-    return Held((one.dense + other.dense) // 2, (one.other + other.other) // 2)
+def _halve(one: SplitBytes, other: SplitBytes) -> SplitBytes:
+    return SplitBytes((one.dense + other.dense) // 2, (one.other + other.other) // 2)
 
 
 class Weights(NamedTuple):
     """Weights of a place in bytes and its trained parameters, dense and of experts."""
 
-    held: Held = Held()
-    trained: Held = Held()
+    held: SplitBytes = SplitBytes()
+    trained: SplitBytes = SplitBytes()
 
 
 def sum_weights(parts: Sequence[Part]) -> dict[str, Weights]:
@@ -335,5 +335,5 @@ def sum_weights(parts: Sequence[Part]) -> dict[str, Weights]:
     return found
 
 
-def _add(one: Held, other: Held) -> Held:
-    return Held(one.dense + other.dense, one.other + other.other)
+def _add(one: SplitBytes, other: SplitBytes) -> SplitBytes:
+    return SplitBytes(one.dense + other.dense, one.other + other.other)

@@ -17,8 +17,8 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, Planned
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
-from flopcalc.prediction.choices import check_timed, describe_key_heads
-from flopcalc.prediction.memory import resize_batch
+from flopcalc.prediction.execution_options import check_timed, describe_key_heads
+from flopcalc.prediction.memory.peak import resize_batch
 from flopcalc.setup.counting import bind_setup, find_sequences
 from flopcalc.setup.setup import ModelChoice, Setup
 from flopcalc.setup.values import AUTO

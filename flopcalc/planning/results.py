@@ -16,7 +16,7 @@ from flopcalc.planning.layout import Layout
 from flopcalc.planning.money import Rate
 from flopcalc.planning.network import Interconnect
 from flopcalc.planning.seconds import PARTS, Step
-from flopcalc.prediction.memory import Memory, find_capacity
+from flopcalc.prediction.memory.peak import Memory, find_capacity
 
 # NCCL's buffers on every device of several. The allocator of the tensors does not see them.
 BUFFER_BYTES = 2 << 30

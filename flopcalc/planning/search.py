@@ -22,9 +22,9 @@ from flopcalc.planning.network import Interconnect, check_reach, find_interconne
 from flopcalc.planning.results import Loser, Plan, Planned, Point, find_usable
 from flopcalc.planning.seconds import PARTS, Overlaps, Step
 from flopcalc.planning.step import Runner
-from flopcalc.prediction.choices import describe_formats
 from flopcalc.prediction.clock import tell_kernels
-from flopcalc.prediction.memory import Memory, resize_batch
+from flopcalc.prediction.execution_options import describe_formats
+from flopcalc.prediction.memory.peak import Memory, resize_batch
 
 MOST_LAYOUTS = 1_000_000
 _TOLD_EVERY = 32  # layouts between two calls of `progress`

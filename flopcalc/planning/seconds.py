@@ -50,7 +50,7 @@ class Step(NamedTuple):
         return self.seconds * (1 + self.above)
 
 
-class Shares(NamedTuple):
+class DeviceTime(NamedTuple):
     """One micro-batch of the whole model on a device of a cut: sums by place and pass, and seconds of one layer."""
 
     clock: Clock
@@ -66,11 +66,11 @@ class Shares(NamedTuple):
     error: float  # relative, of a device's time
 
 
-class Spread(NamedTuple):
+class LayoutTime(NamedTuple):
     """A layout's step before ZeRO: seconds of one layer and micro-batch, but for `sends`."""
 
     cut: Layout
-    layer: Shares
+    layer: DeviceTime
     batches: int  # micro-batches
     exchanged: tuple[float, float, float]  # over tensor, context and expert parallelism, all passes
     copied: float  # to the host and back

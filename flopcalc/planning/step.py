@@ -27,13 +27,13 @@ from flopcalc.planning.cut import (
 )
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
-from flopcalc.planning.seconds import PARTS, Kinds, Overlaps, Shares, Spread, Step
-from flopcalc.prediction.choices import change, find_kernel, settle
+from flopcalc.planning.seconds import PARTS, DeviceTime, Kinds, LayoutTime, Overlaps, Step
+from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
-from flopcalc.prediction.joined import find_joined
-from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.memory import (
+from flopcalc.prediction.execution_options import change, find_kernel, settle
+from flopcalc.prediction.fused_experts import find_fused_experts
+from flopcalc.prediction.kernels.machine import Machine
+from flopcalc.prediction.memory.peak import (
     Cut,
     Memory,
     Tensors,
@@ -43,7 +43,7 @@ from flopcalc.prediction.memory import (
     list_tensors,
     resize_batch,
 )
-from flopcalc.prediction.tensors import Held
+from flopcalc.prediction.memory.tensors import SplitBytes
 from flopcalc.prediction.work import Work
 
 _KINDS = ("products", "attention", "memory_bound", "optimizer", "recompute")  # in the order of a clock's sums
@@ -146,7 +146,7 @@ class Runner:
     @cached_property
     def waits_at_experts(self) -> bool:
         """Whether products of experts wait for the host."""
-        return self.execution == "fused" and find_joined(self.work(1, "none"), self.machine).host_s > 0
+        return self.execution == "fused" and find_fused_experts(self.work(1, "none"), self.machine).host_s > 0
 
     @cached_property
     def has_shared(self) -> bool:
@@ -232,7 +232,7 @@ class Runner:
     def _cut_work(self, cut: Layout) -> Work:
         return cut_work(self.work(cut.micro_batch, cut.recompute), cut, self.expert_imbalance)
 
-    def _time_shares(self, cut: Layout) -> Shares:
+    def _time_shares(self, cut: Layout) -> DeviceTime:
         """One micro-batch of the whole model."""
         work = self._cut(cut)
         clock = self._run_clock(cut, Section(self.model.layers), 1, 1.0)
@@ -255,7 +255,7 @@ class Runner:
         for (name, having), seconds in spent.items():
             if name in ways:
                 layers[having] = layers.get(having, 0.0) + seconds
-        return Shares(
+        return DeviceTime(
             clock, sums, means[0], means[1], means[2], attention, spent["first", ()], spent["last", ()], layers,
             clock.error("device"),
         )  # fmt: skip
@@ -348,7 +348,7 @@ class Runner:
         parts["overhead"] = (OVERHEAD + uneven) * sum(parts.values())
         return Step(tuple(parts.values()), *self._find_errors(layer, parts))
 
-    def _time_spread(self, layout: Layout) -> Spread:
+    def _time_spread(self, layout: Layout) -> LayoutTime:
         """What layouts that differ in ZeRO share."""
         cut, batches = _find_cut(layout), self._count_batches(layout)
         layer = self._shares(cut)
@@ -363,9 +363,9 @@ class Runner:
             (section, self._layers(cut, section.strip()), self._count_routing(section))
             for section in list_sections(self.model, layout.pp, layout.virtual)
         )
-        return Spread(cut, layer, batches, exchanged, self._expose_copies(layout, layer), tensor, sends, sections)
+        return LayoutTime(cut, layer, batches, exchanged, self._expose_copies(layout, layer), tensor, sends, sections)
 
-    def _expose_copies(self, layout: Layout, layer: Shares) -> float:
+    def _expose_copies(self, layout: Layout, layer: DeviceTime) -> float:
         """Seconds of a layer and micro-batch that copies of activations to the host and back show."""
         if layout.recompute != "offload":
             return 0.0
@@ -388,7 +388,7 @@ class Runner:
         return Step(tuple(parts[name] for name in PARTS), mid / low - 1, high / mid - 1)
 
     # --- what is exchanged --------------------------------------------------------------------------------------------
-    def _time_exchanges(self, layout: Layout, layer: Shares) -> tuple[float, float, float]:
+    def _time_exchanges(self, layout: Layout, layer: DeviceTime) -> tuple[float, float, float]:
         """Seconds of one layer's exchanges, one way: tensor and context (what shows of both) and expert parallel."""
         model, net = self.model, self.net
         rows = model.tokens * layout.micro_batch / layout.cp
@@ -420,7 +420,7 @@ class Runner:
                 experts += 2 * 2 * size / (SORTED * self.machine.bandwidth)
         return tensor, ring, experts
 
-    def _expose_routing(self, layout: Layout, layer: Shares, whole: float) -> float:
+    def _expose_routing(self, layout: Layout, layer: DeviceTime, whole: float) -> float:
         """Seconds that a layer's exchange of tokens, of a micro-batch and all passes, adds to the step.
 
         Another micro-batch's passes hide it where stages are interleaved or the step is replayed as a CUDA graph, but
@@ -444,7 +444,7 @@ class Runner:
         each = waiting.calls / sum(self.many[kind] for kind in self.model.routed)
         return shown - each * waiting.hide(shown / each)
 
-    def _time_shared(self, layer: Shares) -> float:
+    def _time_shared(self, layer: DeviceTime) -> float:
         """Seconds of one layer's shared experts, of a micro-batch and all passes."""
         layers = sum(self.many[kind] for kind in self.model.routed)
         own = [piece.seconds for piece in layer.clock.pieces if "shared" in piece.module and piece.kind == "products"]
@@ -465,7 +465,7 @@ class Runner:
             return 0.0, 0.0, 0.0
         net, layers, own = self.net, self.model.layers, self.weights["layers"]
 
-        def exchange(kind: str, size: float, held: Held) -> tuple[float, float]:
+        def exchange(kind: str, size: float, held: SplitBytes) -> tuple[float, float]:
             dense, experts = size * held.dense / layers / layout.tp, size * held.other / layers / layout.ep
             return (
                 time_collective(net, kind, dense, layout.dp * layout.cp, layout.tp),
@@ -494,7 +494,7 @@ class Runner:
         return self.tensors(1, "none", 1.0).gradient_bytes
 
     def _expose_shards(
-        self, layout: Layout, layer: Shares, gather: float, scatter: float, contention: float
+        self, layout: Layout, layer: DeviceTime, gather: float, scatter: float, contention: float
     ) -> float:  # fmt: skip
         """What of a layer's gathers and reductions is not hidden, and what hiding costs the products."""
         if layout.zero < 2:
@@ -535,7 +535,7 @@ class Runner:
         whole = sum(weights.trained.total for weights in self.weights.values())
         return (dense + experts) / whole if whole else 0.0
 
-    def _time_gradients(self, layout: Layout, section: Section, batches: int, layer: Shares) -> float:
+    def _time_gradients(self, layout: Layout, section: Section, batches: int, layer: DeviceTime) -> float:
         """Seconds of reducing gradients and gathering weights, those of ZeRO's layers aside, that nothing hides."""
         group = layout.dp * layout.cp
         if group == 1 and layout.expert_dp == 1:
@@ -568,7 +568,7 @@ class Runner:
         shown += max(alone * fetch, fetch - (1 - alone) * layers * layer.forward)
         return shown + CONTENTION * (reduce + fetch - shown)
 
-    def _find_errors(self, layer: Shares, parts: Mapping[str, float]) -> tuple[float, float]:
+    def _find_errors(self, layer: DeviceTime, parts: Mapping[str, float]) -> tuple[float, float]:
         """The relative errors to expect, below and above: the device's, the network's, and of many devices."""
         device = min(layer.error, self.most_error)
         exchanged = NETWORK_ERROR * sum(parts[name] for name in _EXCHANGES) / sum(parts.values())

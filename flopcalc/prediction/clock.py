@@ -12,12 +12,12 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import Execution
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import find_device
-from flopcalc.prediction.hosted import ONCE, Hosted, find_order, find_unit, name_factor, name_mode, name_phase
-from flopcalc.prediction.joined import Joined, find_joined
-from flopcalc.prediction.machine import MEASURED_ON, STREAMED, Machine, Timed, slow_down
-from flopcalc.prediction.maker import count_calls
+from flopcalc.prediction.build_work import count_calls
+from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
+from flopcalc.prediction.host_time import ONCE, HostTime, find_order, find_unit, name_factor, name_mode, name_phase
+from flopcalc.prediction.kernels.machine import MEASURED_ON, STREAMED, KernelTime, Machine, slow_down
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
-from flopcalc.prediction.work import Attention, Moved, Product, Work
+from flopcalc.prediction.work import Attention, MemoryCall, Product, Work
 
 _EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
 # What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
 class Waiting(NamedTuple):
     """How a device waits for its host at products of experts."""
 
-    joined: Joined
+    joined: FusedExperts
     device_s: float  # that the device computes per product of experts
     calls: float  # such products
 
@@ -162,7 +162,7 @@ class Clock:
         self.is_joined = execution in ("compiled", "graphs") and not is_captured  # a compiler joins kernels
         self.constants = machine.constants
         self.pieces: list[Piece] = []
-        self.hosted: list[Hosted] = []
+        self.hosted: list[HostTime] = []
         self.times = 1
         self.stacks: tuple[Stack, ...] = ()
         self.phase = "train"
@@ -183,7 +183,7 @@ class Clock:
         self.found_notes |= dict.fromkeys(work.notes)
 
     def _add_device(self, work: Work, times: int) -> None:
-        joined = find_joined(work, self.machine) if self.execution == "fused" else Joined(0.0)
+        joined = find_fused_experts(work, self.machine) if self.execution == "fused" else FusedExperts(0.0)
         first, routed = len(self.pieces), list[int]()
         for product in work.products:
             kept = self._find_kept(product)
@@ -233,7 +233,7 @@ class Clock:
         if routed:
             self._add_waits(joined, first, routed)
 
-    def _add_waits(self, joined: Joined, first: int, routed: list[int]) -> None:
+    def _add_waits(self, joined: FusedExperts, first: int, routed: list[int]) -> None:
         """Lengthens products of experts, the pieces `routed`, by what the device waits for its host there."""
         calls = sum(self.pieces[at].launches for at in routed)
         device_s = sum(each.seconds for each in self.pieces[first:] if each.kind != "optimizer") / calls
@@ -251,8 +251,8 @@ class Clock:
         return self.machine.sustained if self.machine.is_cast(product) else self.machine.plain.sustained
 
     def _put(
-        self, each: Product | Attention | Moved, kind: str, timed: Timed, calls: float, *, is_again: bool = False,
-        is_joined: bool = False, is_streamed: bool = False, flops: float = 0.0,
+        self, each: Product | Attention | MemoryCall, kind: str, timed: KernelTime, calls: float, *,
+        is_again: bool = False, is_joined: bool = False, is_streamed: bool = False, flops: float = 0.0,
     ) -> None:  # fmt: skip
         if calls:
             place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
@@ -283,16 +283,16 @@ class Clock:
             if each.way == "again":
                 seconds += many * (per_again + each.is_checkpoint * per_checkpoint)
             place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
-            self.hosted.append(Hosted(place, seconds, many if each.kind == "read" else 0.0))
+            self.hosted.append(HostTime(place, seconds, many if each.kind == "read" else 0.0))
         # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's. It
         # comes before what is read back there, but after what is read where images enter the text.
         last = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0)
         before = last - (_AFTER_IMAGES if has_images else _BEFORE_READS)
         per_call, _ = types.get(phase, (per_call, 1.0))
         plain = min(per_call, types.get("forward", host["forward"])[0])
-        self.hosted.append(Hosted(Place(0, before), calls * times * plain, 0.0))
+        self.hosted.append(HostTime(Place(0, before), calls * times * plain, 0.0))
         if is_first:
-            self.hosted.append(Hosted(Place(2), calls * (per_call - plain), 0.0))
+            self.hosted.append(HostTime(Place(2), calls * (per_call - plain), 0.0))
 
     def slower(self, totals: Totals | None = None) -> float:
         """How many times longer the power limit makes what the clock bounds."""

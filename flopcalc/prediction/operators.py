@@ -23,6 +23,7 @@ from flopcalc.prediction.borrowed import (
     borrow_outside,
     choose_variant,
 )
+from flopcalc.prediction.moe_versions import RECORDED, is_routed, list_masks
 from flopcalc.prediction.recordings import (
     DISTANCES,
     OUTSIDE,
@@ -41,12 +42,11 @@ from flopcalc.prediction.recordings import (
     sign_outside,
     sign_switches,
 )
-from flopcalc.prediction.routed import RECORDED, is_routed, list_masks
 from flopcalc.prediction.rows import find_shifted
-from flopcalc.prediction.sides import find_widths
-from flopcalc.prediction.states import NO_STATE, LayerState, find_states
+from flopcalc.prediction.tensor_parallel import find_widths
+from flopcalc.prediction.trained_layers import NO_STATE, LayerState, find_states
 
-__all__ = ["Operator", "Operators", "Saved", "list_operators"]
+__all__ = ["Operator", "Operators", "SavedTensor", "list_operators"]
 
 ATTENTION = ("sdpa", "eager")
 _MISSING = ": this model has no"
@@ -65,7 +65,7 @@ class Operator(NamedTuple):
     is_again: bool = False  # forward work that checkpointing runs again
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """Memory that autograd keeps until the backward pass; no parameters."""
 
     module: str
@@ -79,7 +79,7 @@ class Operators(NamedTuple):
     """What one step dispatches beside products and attention, and what it keeps."""
 
     rows: tuple[Operator, ...]
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedTensor, ...]
     notes: tuple[str, ...]
     is_recorded: bool
     has_dropout: bool = False  # attention drops weights of the language model while it trains
@@ -141,7 +141,7 @@ def _remove_head(recorded: AsRecorded, found: Operators, load: Workload, dtype_b
     for block, row, values in recorded.rows(load, "full") if load.phase == "train" else ():
         if row.op.part == "head" and row.trains_weight and any(values):
             module = join(block.path, row.op.name)
-            saved.append(Saved(module, block.group, values[0] * row.op.times * row.op.n_in * dtype_bytes, 1))
+            saved.append(SavedTensor(module, block.group, values[0] * row.op.times * row.op.n_in * dtype_bytes, 1))
     notes = [note for note in found.notes if _MISSING not in note or find_name(note.partition(": ")[0]) is not None]
     if any(op.part == "head" for stage in recorded.stages for chain in stage.layers[:1] for op in iterate(chain)):
         notes.append("the head's operators, other than its products, were not recorded and are left out")
@@ -200,7 +200,8 @@ class _Reader:
             for (module, group, direction, kind, reads, writes, is_again), count in self.rows.items()
         )
         saved = tuple(
-            Saved(module, group, size, count, is_again) for (module, group, size, is_again), count in self.saved.items()
+            SavedTensor(module, group, size, count, is_again)
+            for (module, group, size, is_again), count in self.saved.items()
         )
         return Operators(rows, saved, tuple(self.notes), self.stand_in is None, self._has_dropout())
 

@@ -1,15 +1,20 @@
-"""A roofline: every product and attention call of a step, by its FLOPs, its bytes and its predicted seconds."""
+"""Rooflines: the least time that a device allows a step, and every product and attention call under its roof."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from flopcalc.base.units import format_seconds
 from flopcalc.base.vocabulary import Execution
-from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.hardware.devices import find_device, parse_dtype
-from flopcalc.prediction.choices import check_execution, find_kernel, match_dtype, settle
-from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.maker import make_work
+from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.utilization import find_ideal_time, sum_dtypes
+from flopcalc.core.model.ops import Attend
+from flopcalc.core.recipe.numbers import count_cache_bytes
+from flopcalc.core.workload.workload import Workload
+from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.prediction.build_work import count_calls, make_work
+from flopcalc.prediction.execution_options import check_execution, find_kernel, match_dtype, settle
+from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import Attention, Product
 
 
@@ -105,3 +110,111 @@ def _read_attention(call: Attention, times: int, machine: Machine) -> Call:
         call.module, "attention", call.direction, shape, call.calls * times, call.flops / call.calls,
         float(passes * (queries + keys) * machine.width), machine.time_attention(call).seconds, call.is_again,
     )  # fmt: skip
+
+
+# Bytes per byte of a trained parameter that one step moves at least: its gradient is written; AdamW reads gradient,
+# parameter and two states, and writes the last three.
+_UPDATE = {"none": 1, "adamw": 8}
+
+
+class Floors(NamedTuple):
+    """What a step computes and moves at least, and the seconds that each takes at the device's published limits."""
+
+    flops: int  # under convention model
+    bytes: int  # weights, gradients, optimizer states and cached keys; activations may stay on the chip
+    compute_s: float
+    bandwidth_s: float | None  # None: the device's bandwidth is not known
+    tokens_per_s: float  # at the higher floor: no code can be faster
+
+    def to_dict(self) -> dict[str, Any]:
+        intensity = self.flops / self.bytes
+        ridge = None if self.bandwidth_s is None else intensity * self.bandwidth_s / self.compute_s
+        return {
+            **self._asdict(),
+            "flops_per_byte": intensity,
+            "ridge_flops_per_byte": ridge,  # where the device's peak and bandwidth take equally long
+            "bound": None if ridge is None else "compute" if intensity >= ridge else "bandwidth",
+        }
+
+    def __str__(self) -> str:
+        shown = self.to_dict()
+        compute, rate = format_seconds(self.compute_s), f"at most {format_rate(self.tokens_per_s)} tokens/s"
+        if self.bandwidth_s is None:
+            return f"compute {compute}, {rate}; the device's bandwidth is not known"
+        return (
+            f"compute {compute}, bandwidth {format_seconds(self.bandwidth_s)}: {rate}; "
+            f"{shown['flops_per_byte']:,.4g} FLOPs per byte, this device balances at "
+            f"{shown['ridge_flops_per_byte']:,.4g}"
+        )
+
+
+def find_floors(estimate: Estimate, device: Device, dtype: str | None, width: int, optimizer: str) -> Floors:
+    """The floors of a step whose plain numbers take `width` bytes each; `dtype` takes one format for all products."""
+    moved = sum(_count_reads(estimator, load, width) * times for estimator, load, times in estimate.terms)
+    if estimate.terms[0].load.phase == "train":
+        moved += _UPDATE.get(optimizer, _UPDATE["adamw"]) * estimate.parameters["trainable"] * width
+    flops = estimate.total_under("model")
+    bandwidth = device.bandwidth_gb_per_s
+    compute_s = find_ideal_time(sum_dtypes(estimate, "model"), device=device.id, dtype=dtype).seconds or 0.0
+    bandwidth_s = None if bandwidth is None else moved / (bandwidth * 1e9)
+    return Floors(flops, moved, compute_s, bandwidth_s, estimate.tokens / max(compute_s, bandwidth_s or 0.0))
+
+
+def format_rate(tokens_per_s: float) -> str:
+    """10411.2 -> '10,411'; below 10 two digits that count."""
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.2g}"
+
+
+_CODE: dict[Execution, str] = {
+    "eager": "HF's eager code, one kernel per operator",
+    "compiled": "HF's code under torch.compile",
+    "graphs": "HF's compiled code, replayed as a CUDA graph",
+    "fused": "the fused kernels of a training framework",
+}
+
+
+def describe_execution(execution: Execution, phase: str) -> str:
+    """What code the predicted time is of."""
+    code = _CODE[execution]
+    if execution == "fused":
+        return f"this times {code}"
+    other = "fused kernels" if phase == "train" else "a serving engine with fused kernels and CUDA graphs"
+    return f"this times {code}; {other} can come closer to the floors"
+
+
+def _count_reads(estimator: Estimator, load: Workload, width: int) -> int:
+    """Bytes that one micro-batch reads: weights once per pass that needs them, and cached keys and values."""
+    total = 0
+    is_train = load.phase == "train"
+    for counted in estimator.rows(load, "model"):
+        block, row, _ = counted
+        if not counted.flops.forward:
+            continue  # a table is looked up, and a tower without input does not run
+        weights = (row.parameters - row.inactive if row.op.tied is None else row.op.n_in * row.op.n_out) * width
+        if row.numbers.weight.is_quantized and row.parameters:
+            whole = sum(held.total_bytes for held in row.list_weights(has_adapters=False))
+            weights = whole * (row.parameters - row.inactive) // row.parameters
+        owes_input = is_train and any(product.passes.input_gradient for product in row.products)
+        total += weights * (1 + owes_input) * block.copies * count_calls(load)
+    if load.phase == "decode":
+        total += count_cache_bytes(estimator.formats, _count_cache(estimator, load))
+    return total
+
+
+def _count_cache(estimator: Estimator, load: Workload) -> int:
+    """Numbers that decoding reads from the cache: it grows by one position a call, so the mean of first and last."""
+    calls, total = count_calls(load), 0
+    first, last = _at_call(load, 0), _at_call(load, calls - 1)
+    for block, row, _ in estimator.rows(load, "model"):
+        op = row.op
+        if isinstance(op, Attend) and op.cache_rows is not None:
+            held = sum(op.cache_rows.count(each, "full") for each in (first, last))
+            total += (op.latent or op.cache) * block.copies * held * calls // 2
+    return total
+
+
+def _at_call(load: Workload, call: int) -> Workload:
+    """One new token, after those that earlier calls of the same step left in the cache."""
+    if load.decoder is not None:
+        return load.replace(decoder=_at_call(load.decoder, call))
+    return load.replace(seq=1, context=load.context + call)

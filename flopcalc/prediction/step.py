@@ -20,7 +20,9 @@ from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
-from flopcalc.prediction.choices import (
+from flopcalc.prediction.build_work import count_calls, make_work
+from flopcalc.prediction.clock import Clock, Event, StepTime
+from flopcalc.prediction.execution_options import (
     change,
     check_optimizer,
     check_timed,
@@ -32,11 +34,8 @@ from flopcalc.prediction.choices import (
     settle_estimate,
     takes_sdpa,
 )
-from flopcalc.prediction.clock import Clock, Event, StepTime
-from flopcalc.prediction.floors import Floors, describe_execution, find_floors
-from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.maker import count_calls, make_work
-from flopcalc.prediction.memory import (
+from flopcalc.prediction.kernels.machine import Machine
+from flopcalc.prediction.memory.peak import (
     Memory,
     can_resize,
     find_capacity,
@@ -44,7 +43,8 @@ from flopcalc.prediction.memory import (
     predict_memory,
     resize_batch,
 )
-from flopcalc.prediction.routed import FREE, RECORDED, USUAL, is_routed, parse_version
+from flopcalc.prediction.moe_versions import FREE, RECORDED, USUAL, is_routed, parse_version
+from flopcalc.prediction.roofline import Floors, describe_execution, find_floors
 
 __all__ = ["Prediction", "StepTime", "find_largest_batch", "predict_estimate"]
 

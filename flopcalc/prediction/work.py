@@ -65,7 +65,7 @@ class Attention(NamedTuple):
         return 2.0 * pairs * (self.qk + self.v) * self.calls * (2.5 if self.direction == "backward" else 1)
 
 
-class Moved(NamedTuple):
+class MemoryCall(NamedTuple):
     """Calls of an operator that is bound by the bytes it moves."""
 
     module: str
@@ -83,7 +83,7 @@ class Moved(NamedTuple):
     unseen: float = 0  # an optimizer: share of its bytes that has had no gradient but zeros
 
 
-class Dispatched(NamedTuple):
+class HostCall(NamedTuple):
     """What the host dispatches for a module."""
 
     module: str
@@ -103,8 +103,8 @@ class Work(NamedTuple):
 
     products: tuple[Product, ...]
     attention: tuple[Attention, ...]
-    moved: tuple[Moved, ...]
-    hosted: tuple[Dispatched, ...]
+    moved: tuple[MemoryCall, ...]
+    hosted: tuple[HostCall, ...]
     stacks: tuple[Stack, ...]  # the model's stages in order of dataflow
     notes: tuple[str, ...] = ()
     is_recorded: bool = True  # all operators are known

@@ -8,8 +8,8 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import format_grid, format_text, wrap
 from flopcalc.base.units import format_bytes, format_seconds, format_share
 from flopcalc.hardware.devices import Device, find_device
-from flopcalc.prediction.floors import format_rate
-from flopcalc.prediction.memory import MOMENTS, Memory, find_capacity
+from flopcalc.prediction.memory.peak import MOMENTS, Memory, find_capacity
+from flopcalc.prediction.roofline import format_rate
 from flopcalc.prediction.step import Prediction
 from flopcalc.report.labels import TIME_KINDS
 

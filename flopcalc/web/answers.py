@@ -188,7 +188,7 @@ def _answer_time(page: Page) -> Answer:
 def _answer_memory(page: Page) -> Answer:
     """What fills the memory, and what would fit: the largest batch, with and without recomputation, by device."""
     from flopcalc.hardware.devices import load_devices
-    from flopcalc.prediction.memory import find_capacity
+    from flopcalc.prediction.memory.peak import find_capacity
     from flopcalc.prediction.step import find_largest_batch, predict_estimate
 
     _, counted, settings = _count_step(page)

@@ -44,7 +44,7 @@ from predict_error import calibrated_here
 
 from flopcalc.measure.predictor.fit.cases import ModelledCase, model_cases
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
-from flopcalc.prediction.constants import FOLLOWS
+from flopcalc.prediction.kernels.constants import FOLLOWS
 from lab.blind.rounds import NUMBERS, Adapter, Model, Step, load_round
 
 Json = dict[str, Any]
@@ -219,7 +219,7 @@ def predict_graph(preset: str, layers: int) -> float:
 def write_predictions(out: Path) -> None:
     """Every step at every factor of the host, graphs of decoded tokens, and the FLOPs of the counted steps."""
     from flopcalc.measure.calibrate.provenance import find_commit
-    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.kernels.constants import load_predictor
 
     constants = load_predictor("h200-sxm")
     assert constants is not None

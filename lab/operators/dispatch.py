@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flopcalc.measure.counters.flop_counter import watch_modules
-from flopcalc.prediction.kinds import classify
+from flopcalc.prediction.operator_kinds import classify
 
 __all__ = ["Event", "Kept", "Trace", "trace_operators"]
 

@@ -11,8 +11,8 @@ from flopcalc.api import bind
 from flopcalc.base.units import format_bytes
 from flopcalc.cli import main
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.prediction.floors import describe_execution
-from flopcalc.prediction.memory import predict_memory
+from flopcalc.prediction.memory.peak import predict_memory
+from flopcalc.prediction.roofline import describe_execution
 
 LLAMA = ["predict", "--model", "llama-3.2-1b", "--seq", "2048", "--batch", "4", "--device", "h200"]
 

@@ -15,7 +15,7 @@ from headers import HEADER, write_gguf
 
 from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.cli import main
-from flopcalc.prediction.constants import load_predictor
+from flopcalc.prediction.kernels.constants import load_predictor
 
 SECONDS = 10.0  # of CPU, for one command; nearly all take milliseconds
 SEED = "standing"

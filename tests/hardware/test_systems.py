@@ -13,7 +13,7 @@ from flopcalc.base.errors import SpecError
 from flopcalc.hardware.devices import find_device, load_devices
 from flopcalc.hardware.systems import load_system
 from flopcalc.prediction.clock import tell_kernels
-from flopcalc.prediction.machine import Machine
+from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import Product
 
 FILES = sorted(Path(find_data_dir(), "systems").glob("*.json"))

@@ -10,7 +10,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.measure.predictor.fit.cases import ModelledCase, bind_case, make_machine, model_case, run_clock
 from flopcalc.measure.predictor.runs import make_case
 from flopcalc.prediction.clock import Clock
-from flopcalc.prediction.constants import load_predictor
+from flopcalc.prediction.kernels.constants import load_predictor
 
 DEVICE = "h200-sxm"
 SHIPPED: dict[str, Any] = load_predictor(DEVICE) or {}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc.planning import step
-from flopcalc.prediction.machine import Machine, Timed
+from flopcalc.prediction.kernels.machine import KernelTime, Machine
 
 GPT = {
     "model_type": "gpt2", "n_embd": 1024, "n_layer": 16, "n_head": 16, "n_inner": 4096, "vocab_size": 32000,
@@ -26,15 +26,15 @@ class RoundMachine(Machine):
         self.constants = {**self.constants, "gaps": gaps, "power": [1.0, 0.0], "error": error}
         self.is_own = True
 
-    def time_product(self, product: Any) -> Timed:
-        return Timed(2.0 * product.m * product.n * product.k / 100e12, 0.1, True)
+    def time_product(self, product: Any) -> KernelTime:
+        return KernelTime(2.0 * product.m * product.n * product.k / 100e12, 0.1, True)
 
-    def time_attention(self, call: Any) -> Timed:
+    def time_attention(self, call: Any) -> KernelTime:
         pairs = call.batch * call.heads * call.length * call.keys
-        return Timed((2 if call.direction == "backward" else 1) * 2.0 * pairs * call.qk / 50e12, 0.1, True)
+        return KernelTime((2 if call.direction == "backward" else 1) * 2.0 * pairs * call.qk / 50e12, 0.1, True)
 
-    def time_moved(self, moved: Any) -> Timed:
-        return Timed((moved.reads + moved.writes) / 1e12, 0.1, True)
+    def time_moved(self, moved: Any) -> KernelTime:
+        return KernelTime((moved.reads + moved.writes) / 1e12, 0.1, True)
 
 
 def use_round_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from flopcalc.planning.cut import (
     take_section,
 )
 from flopcalc.planning.layout import Layout
-from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors
+from flopcalc.prediction.build_work import make_work
+from flopcalc.prediction.memory.peak import Memory, Tensors, count_memory, list_tensors
 from flopcalc.prediction.work import Work
 
 SEQ = 2048

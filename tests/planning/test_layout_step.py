@@ -177,7 +177,7 @@ def test_interleaved_stages_hide_the_exchange(pp: int, virtual: int, recompute: 
 def test_with_zero_3_shared_experts_hide_the_exchange(
     monkeypatch: pytest.MonkeyPatch, model: str, zero: int, recompute: str, is_hidden: bool
 ) -> None:
-    monkeypatch.setattr("flopcalc.prediction.joined.EXPERT_HOST_S", 1e-9)
+    monkeypatch.setattr("flopcalc.prediction.fused_experts.EXPERT_HOST_S", 1e-9)
     layout = Layout(dp=64, ep=8, zero=zero, recompute=recompute)
     found, shown = (time_parts(layout, model=model, experts=hides) for hides in (True, False))
     assert (found["expert_parallel"] < shown["expert_parallel"]) == is_hidden
@@ -186,7 +186,7 @@ def test_with_zero_3_shared_experts_hide_the_exchange(
 
 def test_a_plain_all_to_all_sends_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that reaches two experts of a device goes there twice, and all rows are sorted once more."""
-    monkeypatch.setattr("flopcalc.prediction.joined.EXPERT_HOST_S", 1e-9)
+    monkeypatch.setattr("flopcalc.prediction.fused_experts.EXPERT_HOST_S", 1e-9)
     once, often = (
         time_parts(Layout(dp=64, ep=4), model="mixtral-8x7b", experts=False, once=is_once)["expert_parallel"]
         for is_once in (True, False)
@@ -201,9 +201,9 @@ def test_a_plain_all_to_all_sends_every_copy(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_waiting_for_the_host_hides_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(dp=64, ep=8)
-    monkeypatch.setattr("flopcalc.prediction.joined.EXPERT_HOST_S", 1e-2)
+    monkeypatch.setattr("flopcalc.prediction.fused_experts.EXPERT_HOST_S", 1e-2)
     waiting = time_parts(layout, model="mixtral-8x7b")
-    monkeypatch.setattr("flopcalc.prediction.joined.EXPERT_HOST_S", 1e-9)
+    monkeypatch.setattr("flopcalc.prediction.fused_experts.EXPERT_HOST_S", 1e-9)
     at_once = time_parts(layout, model="mixtral-8x7b")
     assert 0 < waiting["expert_parallel"] < at_once["expert_parallel"]
     assert waiting["products"] > at_once["products"]

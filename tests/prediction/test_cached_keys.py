@@ -11,9 +11,9 @@ from flopcalc import bind, plan
 from flopcalc.api import predict
 from flopcalc.base.data import find_data_dir
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.memory import predict_memory
-from flopcalc.prediction.sides import find_sides, find_widths
+from flopcalc.prediction.build_work import make_work
+from flopcalc.prediction.memory.peak import predict_memory
+from flopcalc.prediction.tensor_parallel import find_sides, find_widths
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from flopcalc.base.errors import FlopcalcError, SpecError
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.prediction import operators, recordings
-from flopcalc.prediction.kinds import KINDS, RECORDED_KINDS, classify
-from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.build_work import make_work
+from flopcalc.prediction.operator_kinds import KINDS, RECORDED_KINDS, classify
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.recordings import MissingSizeError, Scope
 

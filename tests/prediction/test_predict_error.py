@@ -273,7 +273,7 @@ def test_small_steps_are_measured_in_rounds(script: Any) -> None:
 
 
 def test_a_report_leaves_the_surroundings_as_they_were(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.kernels.constants import load_predictor
 
     for before in (None, "a folder of my own"):
         if before is not None:

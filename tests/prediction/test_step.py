@@ -18,10 +18,11 @@ from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.measure.predictor.fit.host import count_checkpoints, list_host_features
+from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import UNMEASURED, Clock
-from flopcalc.prediction.constants import load_predictor
-from flopcalc.prediction.hosted import find_unit, name_factor
-from flopcalc.prediction.machine import (
+from flopcalc.prediction.host_time import find_unit, name_factor
+from flopcalc.prediction.kernels.constants import load_predictor
+from flopcalc.prediction.kernels.machine import (
     Machine,
     ProductShape,
     attention_features,
@@ -31,9 +32,8 @@ from flopcalc.prediction.machine import (
     time_matrix,
     time_shape,
 )
-from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.step import find_largest_batch, predict_estimate
-from flopcalc.prediction.work import Attention, Moved, Product, Work
+from flopcalc.prediction.work import Attention, MemoryCall, Product, Work
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.
 PLAIN = ProductShape(2.0, 0.0, 0.0, 0.5, 0.25, 0.125, 1e9, 0.0, 1.0)
@@ -464,7 +464,7 @@ def test_seconds_of_a_join(kind: str, line: tuple[float, float], has_cache: bool
     lines = {"cat": [1e-6, 2e-13], "loss": [3e-6, 0.0]} | ({"cat_cache": [2e-6, 5e-13]} if has_cache else {})
     machine = Machine("h200-sxm", "bf16", {**shipped, "linear": lines})
     start, per_byte = line if has_cache or kind != "cat_cache" else (1e-6, 2e-13)
-    moved = Moved("", "language", "forward", kind, 6e6, 4e6, 1, False)
+    moved = MemoryCall("", "language", "forward", kind, 6e6, 4e6, 1, False)
     assert machine.time_moved(moved).seconds == pytest.approx(start + 1e7 * per_byte)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from flopcalc.api import bind
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
 
 LAYER = ("input_layernorm", "self_attn.q_proj", "self_attn", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")

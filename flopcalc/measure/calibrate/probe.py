@@ -8,7 +8,7 @@ import shutil
 from flopcalc.base.errors import DeviceError
 from flopcalc.measure.calibrate.tables import get_device
 from flopcalc.measure.jobs.runner import Job, run_jobs
-from flopcalc.prediction.constants import Provenance
+from flopcalc.prediction.kernels.constants import Provenance
 
 # What must not change between the parts of a resumed run.
 IDENTITY = (

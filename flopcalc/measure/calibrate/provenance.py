@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from flopcalc._version import __version__
-from flopcalc.prediction.constants import Provenance
+from flopcalc.prediction.kernels.constants import Provenance
 
 Json = dict[str, Any]
 _SM_CLOCK = 1  # NVML_CLOCK_SM

@@ -8,7 +8,7 @@ from typing import Any
 
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 from flopcalc.measure.predictor.memory_calls import time_kernels
-from flopcalc.prediction.machine import measure_narrow
+from flopcalc.prediction.kernels.machine import measure_narrow
 
 _RANKS, _ROWS, _WIDTHS = [8, 16, 24, 32, 48, 64], [2700, 5500], [1024, 3072, 8192, 20480]
 

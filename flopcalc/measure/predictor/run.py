@@ -14,8 +14,8 @@ from flopcalc.measure.calibrate.provenance import has_gpu
 from flopcalc.measure.jobs.runner import Progress, run_jobs
 from flopcalc.measure.predictor import runs
 from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
-from flopcalc.prediction.constants import FOLDER, Provenance, load_shipped
-from flopcalc.prediction.machine import MEASURED_ON
+from flopcalc.prediction.kernels.constants import FOLDER, Provenance, load_shipped
+from flopcalc.prediction.kernels.machine import MEASURED_ON
 
 
 def calibrate_predictor(

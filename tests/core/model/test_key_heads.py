@@ -16,7 +16,7 @@ from flopcalc.core.model.ops import Chain, Op, Stage
 from flopcalc.core.spec.spec import Spec, keeps_keys, load_spec
 from flopcalc.core.workload.sums import Expression
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.prediction.choices import describe_key_heads
+from flopcalc.prediction.execution_options import describe_key_heads
 
 PRESETS = [name for name, path in MODELS.items() if "alias" not in load_toml(path)]
 # Config keys that say how many heads of keys and values a layer has, by hand: the first that is there counts.

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from flopcalc.api import bind
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.measure.hf.models import apply_recipe, build_model, floats_on_meta, make_batch
-from flopcalc.prediction.memory import predict_memory
+from flopcalc.prediction.memory.peak import predict_memory
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from flopcalc.measure.predictor import single_calls as alone
 from flopcalc.measure.predictor.fit.memory import fit_curves
 from flopcalc.measure.predictor.fit.points import read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_adapters
-from flopcalc.prediction.kinds import name_shape
+from flopcalc.prediction.operator_kinds import name_shape
 
 ATTENTION = {
     "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"

@@ -14,7 +14,7 @@ from flopcalc.base.errors import CalibrationError, DeviceError, SpecError
 from flopcalc.measure.calibrate.run import run_command
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.predictor import host_speed as measuring
-from flopcalc.prediction.constants import FOLLOWS, adapt_host, load_host, load_measured, load_predictor
+from flopcalc.prediction.kernels.constants import FOLLOWS, adapt_host, load_host, load_measured, load_predictor
 
 OPTIONS: dict[str, Any] = {"device": "h200", "batch_size": 1, "seq_len": 64, "advise": False, "memory": False}
 

@@ -23,7 +23,7 @@ from flopcalc.measure.predictor import runs
 from flopcalc.measure.predictor.fit.predictor import take_over
 from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.measure.predictor.single_calls import list_rows
-from flopcalc.prediction.constants import SCHEMA, Constants, load_predictor, load_shipped
+from flopcalc.prediction.kernels.constants import SCHEMA, Constants, load_predictor, load_shipped
 
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -18,7 +18,7 @@ from flopcalc.measure.predictor.fit.choices import (
 )
 from flopcalc.measure.predictor.fit.points import AttentionPoint
 from flopcalc.measure.predictor.fit.solvers import round_digits, solve_nonnegative
-from flopcalc.prediction.machine import IN_WAVES, attention_features, name_mask
+from flopcalc.prediction.kernels.machine import IN_WAVES, attention_features, name_mask
 
 _Features = tuple[float, float, float, float]  # call, queries, pairs, longest row
 

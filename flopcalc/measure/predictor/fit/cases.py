@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import Clock
-from flopcalc.prediction.constants import CompiledConstants, Constants, HostConstants
-from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.routed import RECORDED
+from flopcalc.prediction.kernels.constants import CompiledConstants, Constants, HostConstants
+from flopcalc.prediction.kernels.machine import Machine
+from flopcalc.prediction.moe_versions import RECORDED
 from flopcalc.prediction.work import Work
 
 Json = dict[str, Any]

@@ -28,10 +28,10 @@ from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operato
 from flopcalc.measure.predictor.fit.products import ALIGNED
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
 from flopcalc.prediction.clock import add_up
-from flopcalc.prediction.constants import CompiledConstants, Constants
-from flopcalc.prediction.hosted import name_mode
-from flopcalc.prediction.kinds import classify
-from flopcalc.prediction.machine import STREAMED, Machine, ProductShape, find_step, slow_down, time_shape
+from flopcalc.prediction.host_time import name_mode
+from flopcalc.prediction.kernels.constants import CompiledConstants, Constants
+from flopcalc.prediction.kernels.machine import STREAMED, Machine, ProductShape, find_step, slow_down, time_shape
+from flopcalc.prediction.operator_kinds import classify
 
 
 # --- Kernels at the full clock ----------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from flopcalc.measure.predictor.fit.choices import (
     PULLS,
 )
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_call_and_factor, solve_nonnegative
-from flopcalc.prediction.constants import Constants, HostPhase
-from flopcalc.prediction.hosted import find_unit, name_factor, name_mode, name_phase
-from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.maker import count_calls
+from flopcalc.prediction.build_work import count_calls
+from flopcalc.prediction.host_time import find_unit, name_factor, name_mode, name_phase
+from flopcalc.prediction.kernels.constants import Constants, HostPhase
+from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import Work
 
 

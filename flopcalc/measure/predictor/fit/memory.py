@@ -11,9 +11,9 @@ from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.choices import BINS_PER_OCTAVE, MIN_CURVE_POINTS
 from flopcalc.measure.predictor.fit.points import MovedPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_nonnegative
-from flopcalc.prediction.kinds import classify
-from flopcalc.prediction.machine import weigh_zeros
-from flopcalc.prediction.routed import MASKED
+from flopcalc.prediction.kernels.machine import weigh_zeros
+from flopcalc.prediction.moe_versions import MASKED
+from flopcalc.prediction.operator_kinds import classify
 
 _CATS = ("cat", "cat_one", "cat_cache", "cat_strided", "cat_strided_wide")  # a profile shows their sum only
 _LINES = ("gather", "scatter", "embedding_backward", "loss", "norm", "norm_backward", "sort", "random")

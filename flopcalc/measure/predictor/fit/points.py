@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import MIN_ROWS_PER_EXPERT, SINGLE_CALL_WEIGHT
-from flopcalc.prediction.kinds import classify, find_size
-from flopcalc.prediction.routed import MASKED
+from flopcalc.prediction.moe_versions import MASKED
+from flopcalc.prediction.operator_kinds import classify, find_size
 from flopcalc.prediction.work import Work
 
 _DTYPE_BYTES = {

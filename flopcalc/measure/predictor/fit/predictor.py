@@ -32,9 +32,16 @@ from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_adapters, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.narrow import is_narrow
-from flopcalc.prediction.constants import SCHEMA, Constants, HostConstants, KernelConstants, Provenance, scale_host
-from flopcalc.prediction.machine import IN_WAVES, ProductShape
-from flopcalc.prediction.routed import RECORDED
+from flopcalc.prediction.kernels.constants import (
+    SCHEMA,
+    Constants,
+    HostConstants,
+    KernelConstants,
+    Provenance,
+    scale_host,
+)
+from flopcalc.prediction.kernels.machine import IN_WAVES, ProductShape
+from flopcalc.prediction.moe_versions import RECORDED
 
 
 def fit_predictor(

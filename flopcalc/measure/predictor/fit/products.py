@@ -29,8 +29,8 @@ from flopcalc.measure.predictor.fit.choices import (
 )
 from flopcalc.measure.predictor.fit.points import GroupedPoint, ProductPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, fit_positive, round_digits, solve_nonnegative
-from flopcalc.prediction.constants import PlainProducts
-from flopcalc.prediction.machine import (
+from flopcalc.prediction.kernels.constants import PlainProducts
+from flopcalc.prediction.kernels.machine import (
     MIN_PART_K,
     SPLITS,
     TILES,

@@ -10,7 +10,7 @@ import pytest
 from flopcalc.measure.predictor import single_calls
 from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.points import AttentionPoint, read_single_calls
-from flopcalc.prediction.machine import Machine, attention_features, name_mask
+from flopcalc.prediction.kernels.machine import Machine, attention_features, name_mask
 from flopcalc.prediction.work import Attention
 
 _list_features = partial(attention_features, 132)

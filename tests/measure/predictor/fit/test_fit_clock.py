@@ -17,7 +17,7 @@ from flopcalc.measure.predictor.fit.clock import (
     scale_to_full_clock,
 )
 from flopcalc.measure.predictor.runs import cut_config, make_case
-from flopcalc.prediction.machine import ProductShape, time_shape
+from flopcalc.prediction.kernels.machine import ProductShape, time_shape
 
 CONFIG = cut_config("llama-3.2-1b", 4)
 SLOWDOWNS = {"forward": Slowdown(0.34, 0.6), "backward": Slowdown(0.32, 1.2)}

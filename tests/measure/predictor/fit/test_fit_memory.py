@@ -11,7 +11,7 @@ from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.memory import fit_curve, fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import MovedPoint
 from flopcalc.measure.predictor.runs import make_case
-from flopcalc.prediction.machine import weigh_zeros
+from flopcalc.prediction.kernels.machine import weigh_zeros
 
 
 def test_a_curve_takes_the_weighted_median_of_each_half_octave() -> None:

@@ -14,7 +14,7 @@ from flopcalc.measure.predictor.fit.points import ProductPoint, read_points, rea
 from flopcalc.measure.predictor.fit.products import ProductTable, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.runs import cut_config, make_case
 from flopcalc.measure.predictor.single_calls import list_rows
-from flopcalc.prediction.machine import GroupShape, ProductShape, time_grouped, time_shape
+from flopcalc.prediction.kernels.machine import GroupShape, ProductShape, time_grouped, time_shape
 
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 SHAPES = [

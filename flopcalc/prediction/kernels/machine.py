@@ -13,9 +13,9 @@ from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import count_steps, pad
-from flopcalc.prediction.constants import Constants, load_predictor
-from flopcalc.prediction.kinds import find_size, name_shape
-from flopcalc.prediction.work import Attention, Moved, Product
+from flopcalc.prediction.kernels.constants import Constants, load_predictor
+from flopcalc.prediction.operator_kinds import find_size, name_shape
+from flopcalc.prediction.work import Attention, MemoryCall, Product
 
 # What time_matrix chooses from: rows and columns of a tile, into how many parts k is split, and the least k of a part.
 TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),
@@ -33,7 +33,7 @@ EXPERT_CALL_S = 9e-6  # the least that the call of one expert takes
 GRADIENT_BYTES = 8  # a weight's gradient is added to a buffer of float32: read and written
 
 
-class Timed(NamedTuple):
+class KernelTime(NamedTuple):
     """Seconds of one call, the relative error to expect, and whether a measurement stands behind it."""
 
     seconds: float
@@ -334,7 +334,7 @@ class Machine:
         is_plain = self.is_measured and self.dtype not in CAST_FORMATS
         return bool(product.format) and is_plain and min(product.m, product.n, product.k) <= _NARROW
 
-    def time_product(self, product: Product) -> Timed:
+    def time_product(self, product: Product) -> KernelTime:
         if self.is_narrow(product) and (narrow := self._time_narrow(product)):
             return narrow
         if product.format and self.dtype not in CAST_FORMATS:
@@ -346,17 +346,17 @@ class Machine:
             start, per_flop = line
             error = self._find_error("product") * (2 if self.is_measured else 1)
             # Far below what the device computes or moves: as slow on every device.
-            return Timed(start + per_flop * product.flops / product.calls, error, self.is_measured)
+            return KernelTime(start + per_flop * product.flops / product.calls, error, self.is_measured)
         return self.find_product(product.direction, product.m, product.n, product.k, product.copies)
 
-    def _time_narrow(self, product: Product) -> Timed | None:
+    def _time_narrow(self, product: Product) -> KernelTime | None:
         """An adapter's product in another format, by its form or by its bytes; None where no such was measured."""
         known, error = self.constants["products"], 2 * _ERRORS["product"]
         form, sizes = turn_narrow(product.direction, product.m, product.n, product.k)
         if line := known.get("adapters", {}).get(f"{product.format} {form}"):
             start, per_byte, per_flop = line
             moved, flops = measure_narrow(form, *sizes)
-            return Timed(start + per_byte * moved + per_flop * flops, error, True)
+            return KernelTime(start + per_byte * moved + per_flop * flops, error, True)
         if line := known.get("narrow", {}).get(product.format):
             start, per_byte = line
             m, n, k = sizes
@@ -364,10 +364,10 @@ class Machine:
             padded = pad(min(sizes), _NARROW_TILE) / min(sizes)
             computed = 2.0 * m * n * k * padded / (_NARROW_RATE * other.shape.rate)
             streamed = per_byte * other.width * (m * n + m * k + n * k) / self.memory
-            return Timed(start + max(computed, streamed), error, True)
+            return KernelTime(start + max(computed, streamed), error, True)
         return None
 
-    def time_experts(self, product: Product, kept: float) -> Timed:
+    def time_experts(self, product: Product, kept: float) -> KernelTime:
         """Products of experts in a training framework's step, which keeps up a share of the rate of bursts."""
         if self.plain is not self and not self.is_cast(product):
             return self.plain.time_experts(product, kept)
@@ -375,23 +375,25 @@ class Machine:
         width = CAST_BYTES.get(self.dtype, self.width)
         computed, moved = time_experts(self.shape, self.bandwidth, width, *sizes)
         seconds = max(computed / kept + moved, EXPERT_CALL_S * product.copies)
-        return Timed(seconds, 2 * self._find_error("product"), self.is_measured)
+        return KernelTime(seconds, 2 * self._find_error("product"), self.is_measured)
 
-    def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> Timed:
+    def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> KernelTime:
         error = self._find_error("product")
         if not min(m, n, k):
-            return Timed(0.0, error, self.is_measured)
+            return KernelTime(0.0, error, self.is_measured)
         if copies > 1:
             group = GroupShape(*self.constants["products"]["grouped"][direction])
             group = group.scale(self.compute, self.memory * 2 / self.width)
-            return Timed(time_grouped(group, self.shape.units, direction, copies, m, n, k), 2 * error, self.is_measured)
+            return KernelTime(
+                time_grouped(group, self.shape.units, direction, copies, m, n, k), 2 * error, self.is_measured
+            )
         seconds = time_shape(self.shape, direction, m, n, k)
         step = find_step(n, k)
         if step < 8:
             slower = self._find_slower(step, direction) if m * n * k > 2**27 else 1.0
-            return Timed(seconds * slower, 2 * error, self.is_measured)
+            return KernelTime(seconds * slower, 2 * error, self.is_measured)
         ratio, nearness = self._correct(direction, math.log2(m), math.log2(n), math.log2(k))
-        return Timed(seconds * ratio, error * (2 - nearness), self.is_measured)
+        return KernelTime(seconds * ratio, error * (2 - nearness), self.is_measured)
 
     def _find_slower(self, step: int, direction: str) -> float:
         """What widths that are no multiple of 8 cost.
@@ -415,7 +417,7 @@ class Machine:
                 total += weight * ratio
         return math.exp(total / (weights + 0.35)), weights / (weights + 0.35)
 
-    def time_cast(self, product: Product) -> Timed:
+    def time_cast(self, product: Product) -> KernelTime:
         """Bringing a product's operands to a narrow format: inputs ahead, output gradients behind.
 
         Weights are kept in the format: the optimizer's step writes them (Megatron-Bridge: fp8_param_gather). Operands
@@ -427,15 +429,15 @@ class Machine:
             own = 0
         width = CAST_BYTES[self.dtype]
         reads = 4.0 if self.dtype == "fp8" else 2.0
-        moved = Moved(product.module, product.group, product.direction, "pointwise", reads * own, 2 * width * own)
-        return self.time_moved(moved) if own else Timed(0.0, 0.0, self.is_measured)
+        moved = MemoryCall(product.module, product.group, product.direction, "pointwise", reads * own, 2 * width * own)
+        return self.time_moved(moved) if own else KernelTime(0.0, 0.0, self.is_measured)
 
-    def time_attention(self, call: Attention) -> Timed:
+    def time_attention(self, call: Attention) -> KernelTime:
         if self.plain is not self:
             return self.plain.time_attention(call)
         error = self._find_error("attention")
         if call.kernel == "eager":
-            return Timed(self._time_eager(call), error, self.is_measured)
+            return KernelTime(self._time_eager(call), error, self.is_measured)
         tables = self.constants["attention"]
         table = tables.get(call.kernel or self.device.sdpa or "flash") or next(iter(tables.values()))
         if call.mask == "decode" and not any("/decode/" in name for name in table):
@@ -444,7 +446,7 @@ class Machine:
         found = self._find_attention(table, call)
         if found is None:
             flops = 2.0 * call.batch * call.heads * call.length * call.keys * (call.qk + call.v)
-            return Timed(flops / (0.4 * self.peak) + 5e-6, 2 * _UNMEASURED, False)
+            return KernelTime(flops / (0.4 * self.peak) + 5e-6, 2 * _UNMEASURED, False)
         (start, query, pair, row), scale = found
         _, queries, pairs, longest = attention_features(
             round(self.shape.units), call.direction, call.mask, call.batch, call.heads, call.kv_heads,
@@ -454,7 +456,7 @@ class Machine:
         seconds = start + (queries * query + pairs * pair + longest * row) * scale / speed
         if call.has_dropout and call.mask == "causal":
             seconds *= self._find_dropping((table, *tables.values()), call)
-        return Timed(seconds, error if scale == 1 else 2 * error, self.is_measured)
+        return KernelTime(seconds, error if scale == 1 else 2 * error, self.is_measured)
 
     def _find_speed(self, dim: float) -> float:
         """How much faster attention runs than on the device that was measured, at the nearest known head dim."""
@@ -503,7 +505,7 @@ class Machine:
         once += time_matrix(self.shape, call.length, call.v, call.keys, many)
         return once * (2 if call.direction == "backward" else 1)
 
-    def time_moved(self, moved: Moved) -> Timed:
+    def time_moved(self, moved: MemoryCall) -> KernelTime:
         if self.plain is not self:
             return self.plain.time_moved(moved)
         error = self._find_error("moved")
@@ -519,14 +521,16 @@ class Machine:
                 per_byte, error = per_byte * _FOREACH, 2 * error
             if name == "adamw":
                 size *= weigh_zeros(moved.unseen)
-            return Timed(start + moved.tensors * per_tensor + size * per_byte / self.memory, error, self.is_measured)
+            return KernelTime(
+                start + moved.tensors * per_tensor + size * per_byte / self.memory, error, self.is_measured
+            )
         if name == "scan":
             seconds = read_curve(curves["pointwise"], size / self.memory)
-            return Timed(seconds * math.sqrt(self.memory / self.processors), 2 * error, self.is_measured)
+            return KernelTime(seconds * math.sqrt(self.memory / self.processors), 2 * error, self.is_measured)
         while name not in curves and name not in lines:  # of a kind that was not measured, the next wider one's
             name, error = name.rpartition("_")[0] or "pointwise_strided", 2 * error
         if name in curves:
             size = find_size(name, moved.reads, moved.writes)
-            return Timed(read_curve(curves[name], size / self.memory), error, self.is_measured)
+            return KernelTime(read_curve(curves[name], size / self.memory), error, self.is_measured)
         start, per_byte = lines[name]
-        return Timed(start + size * per_byte / self.memory, error, self.is_measured)
+        return KernelTime(start + size * per_byte / self.memory, error, self.is_measured)

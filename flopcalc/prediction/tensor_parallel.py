@@ -11,7 +11,7 @@ from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate
 from flopcalc.prediction.work import Side
 
 
-class Sided(NamedTuple):
+class TensorSplit(NamedTuple):
     """The side that tensor parallelism cuts a linear layer along, and its columns of keys and values."""
 
     side: Side = "whole"
@@ -44,9 +44,9 @@ def find_widths(estimator: Estimator) -> dict[str, int]:
     return found
 
 
-def find_sides(ops: Sequence[Op], hidden: int) -> dict[Op, Sided]:
+def find_sides(ops: Sequence[Op], hidden: int) -> dict[Op, TensorSplit]:
     """Of every linear layer of a block, how tensor parallelism cuts it."""
-    found: dict[Op, Sided] = {}
+    found: dict[Op, TensorSplit] = {}
     attends = [(place, op) for place, op in enumerate(ops) if isinstance(op, Attend)]
     for place, op in enumerate(ops):
         core = next((attend for at, attend in attends if at > place), None)
@@ -54,30 +54,30 @@ def find_sides(ops: Sequence[Op], hidden: int) -> dict[Op, Sided]:
         if op.kind not in ("linear", "conv"):
             continue
         if op.copies > 1:
-            found[op] = Sided("expert")
+            found[op] = TensorSplit("expert")
         elif op.part == "router":
-            found[op] = Sided("whole")
+            found[op] = TensorSplit("whole")
         elif op.n_out == hidden and (op.n_in != hidden or (before is not None and before.kind == "attend")):
-            found[op] = Sided("row")
+            found[op] = TensorSplit("row")
         elif op.part == "attention_projections" and core is not None:
             found[op] = _side_projection(
                 op, core, [each for each in ops[: ops.index(core)] if each.part == op.part], hidden
             )
         else:
-            found[op] = Sided("column")
+            found[op] = TensorSplit("column")
     return found
 
 
-def _side_projection(op: Op, core: Attend, beside: Sequence[Op], hidden: int) -> Sided:
+def _side_projection(op: Op, core: Attend, beside: Sequence[Op], hidden: int) -> TensorSplit:
     """A projection before attention: keys are cut no finer than their heads, what is of low rank not at all."""
     queries, keys, values = core.heads * core.qk, core.kv_heads * core.qk, core.kv_heads * core.v
     if op.n_out == queries + keys + values:
-        return Sided("column", keys + values, core.kv_heads)
+        return TensorSplit("column", keys + values, core.kv_heads)
     if op.n_out >= queries:
-        return Sided("column")
+        return TensorSplit("column")
     is_low_rank = op.n_in == hidden and any(each.kind == "linear" and each.n_in != hidden for each in beside)
     is_keys = op.n_out in (keys, values, keys + values)
-    return Sided("column", op.n_out, core.kv_heads) if is_keys and not is_low_rank else Sided("whole")
+    return TensorSplit("column", op.n_out, core.kv_heads) if is_keys and not is_low_rank else TensorSplit("whole")
 
 
 def list_wide(estimator: Estimator, widths: dict[str, int]) -> set[str]:

@@ -6,8 +6,8 @@ from collections import Counter
 
 from flopcalc.core.model.ops import Attend, Stage, iterate
 from flopcalc.core.recipe.numbers import count_cache_bytes
+from flopcalc.prediction.memory.tensors import FLOAT, Placed, Step, find_reach, find_width, first_ops
 from flopcalc.prediction.operators import Operator, Operators
-from flopcalc.prediction.tensors import FLOAT, Placed, Step, find_reach, find_width, first_ops
 
 _TOWERS = ("vision", "audio", "projector")  # groups that run before the language model
 

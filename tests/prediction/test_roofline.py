@@ -9,7 +9,7 @@ import pytest
 from flopcalc import bind, estimate_flops, predict
 from flopcalc.base.vocabulary import Execution
 from flopcalc.hardware.devices import Device, find_device
-from flopcalc.prediction.floors import Floors, describe_execution, find_floors
+from flopcalc.prediction.roofline import Floors, describe_execution, find_floors
 
 D, FF, HEADS, KV, HD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 128, 3
 LLAMA: dict[str, Any] = {

@@ -13,8 +13,8 @@ from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import DeviceError, RecipeError, WorkloadError
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.hardware.devices import Device
-from flopcalc.prediction import memory as module
-from flopcalc.prediction.memory import (
+from flopcalc.prediction.memory import peak as module
+from flopcalc.prediction.memory.peak import (
     Memory,
     can_resize,
     find_capacity,
@@ -23,7 +23,7 @@ from flopcalc.prediction.memory import (
     resize_batch,
     shard_zero,
 )
-from flopcalc.prediction.operators import Operator, Operators, Saved
+from flopcalc.prediction.operators import Operator, Operators, SavedTensor
 from flopcalc.report.prediction import format_memory
 
 CUBLAS = 32 << 20
@@ -44,10 +44,13 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def list_operators(estimator: Any, load: Any, *_: Any) -> Operators:
         is_again = estimator.recipe.recompute != "none"
-        rows = [Saved("model.layers.*.mlp.act_fn", "language", 1000, 2, is_again)]
+        rows = [SavedTensor("model.layers.*.mlp.act_fn", "language", 1000, 2, is_again)]
         if is_again:
-            rows.append(Saved("model.layers.*", "language", 100, 2))
-        rows += [Saved("lm_head", "language", 600, 1), Saved("", "language", load.rows * load.seq * 4000, 1)]
+            rows.append(SavedTensor("model.layers.*", "language", 100, 2))
+        rows += [
+            SavedTensor("lm_head", "language", 600, 1),
+            SavedTensor("", "language", load.rows * load.seq * 4000, 1),
+        ]
         return Operators((), tuple(rows), ("a note",), True)
 
     monkeypatch.setattr(module, "list_operators", list_operators)
@@ -185,7 +188,7 @@ def test_tower_without_images_gets_no_gradients(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dropout_keeps_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (Saved("transformer.h.*.mlp.dropout", "language", 2 * 64 * 64, 2),)
+    rows = (SavedTensor("transformer.h.*.mlp.dropout", "language", 2 * 64 * 64, 2),)
     monkeypatch.setattr(module, "list_operators", lambda *_: Operators((), rows, (), True))
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 64}
     load = make_workload(2, 32)

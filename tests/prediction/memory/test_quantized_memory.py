@@ -8,7 +8,7 @@ import pytest
 
 from flopcalc import bind, predict
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.prediction.memory import predict_memory
+from flopcalc.prediction.memory.peak import predict_memory
 
 # Linears of Llama-3.1-8B: 32 layers of q and o, k and v, gate, up and down.
 OUT_IN = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]

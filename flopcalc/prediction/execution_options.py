@@ -18,8 +18,8 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
-from flopcalc.prediction.maker import FOUR_BITS
-from flopcalc.prediction.tensors import has_sdpa
+from flopcalc.prediction.build_work import FOUR_BITS
+from flopcalc.prediction.memory.tensors import has_sdpa
 
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")

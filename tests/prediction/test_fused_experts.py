@@ -8,11 +8,11 @@ import pytest
 
 from flopcalc import bind
 from flopcalc.core.workload.workload import Workload
+from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import Clock
-from flopcalc.prediction.joined import Joined, find_joined
-from flopcalc.prediction.machine import EXPERT_HOST_S, Machine
-from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.work import Moved, Product, Work
+from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
+from flopcalc.prediction.kernels.machine import EXPERT_HOST_S, Machine
+from flopcalc.prediction.work import MemoryCall, Product, Work
 
 UP, DOWN = "model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.experts.down_proj"
 ROWS, HIDDEN, INNER = 8192, 2048, 768
@@ -25,8 +25,8 @@ def make_step(has_scans: bool = False) -> Work:
         for module, n, k in ((UP, 2 * INNER, HIDDEN), (DOWN, HIDDEN, INNER))
         for direction in ("forward", "dgrad", "wgrad")
     )
-    activation = Moved(DOWN, "language", "forward", "pointwise", 1e8, 5e7, is_cheap=True)
-    permuted = Moved(DOWN, "language", "forward", "pointwise", 2e8, 2e8)
+    activation = MemoryCall(DOWN, "language", "forward", "pointwise", 1e8, 5e7, is_cheap=True)
+    permuted = MemoryCall(DOWN, "language", "forward", "pointwise", 2e8, 2e8)
     return Work(products, (), (activation, permuted), (), (), (), True, "qwen3_moe", "fused", has_scans)
 
 
@@ -44,7 +44,7 @@ def make_step(has_scans: bool = False) -> Work:
     ],
 )
 def test_what_is_one_kernel(device: str, dtype: str, has_scans: bool, host_s: float, is_joined: bool) -> None:
-    found = find_joined(make_step(has_scans), Machine(device, dtype))
+    found = find_fused_experts(make_step(has_scans), Machine(device, dtype))
     assert found.host_s == host_s
     assert found.modules == (frozenset((UP, DOWN)) if is_joined else frozenset())
 
@@ -54,7 +54,7 @@ def test_what_is_one_kernel(device: str, dtype: str, has_scans: bool, host_s: fl
     [(1.5e-3, 0.0, 1.5e-3), (1.5e-3, 1e-3, 9.05475e-04), (1.5e-3, 5e-3, 3.70332e-04), (0.0, 1e-3, 0.0)],
 )
 def test_the_more_the_device_computes_the_less_it_waits(host_s: float, device_s: float, wait_s: float) -> None:
-    assert Joined(host_s).find_wait(device_s) == pytest.approx(wait_s, rel=1e-5, abs=1e-12)
+    assert FusedExperts(host_s).find_wait(device_s) == pytest.approx(wait_s, rel=1e-5, abs=1e-12)
 
 
 def test_products_of_experts_wait_and_nothing_else_does() -> None:
@@ -64,7 +64,7 @@ def test_products_of_experts_wait_and_nothing_else_does() -> None:
     waiting.add(make_step(has_scans=True), 2, load)
     without = sum(piece.seconds for piece in replayed.pieces)
     calls = 2 * 6
-    wait_s = Joined(EXPERT_HOST_S).find_wait(without / calls)
+    wait_s = FusedExperts(EXPERT_HOST_S).find_wait(without / calls)
     assert sum(piece.seconds for piece in waiting.pieces) == pytest.approx(without + calls * wait_s)
     for before, after in zip(replayed.pieces, waiting.pieces, strict=True):
         assert after.seconds - before.seconds == pytest.approx(2 * wait_s if before.kind == "products" else 0.0)
@@ -177,7 +177,7 @@ def test_biases_of_experts_are_weighted_in_float32(dtype: str, is_joined: bool) 
 )
 def test_scans_follow_memory_and_processors_alike(device: str, slower: float) -> None:
     """A Mamba-2 of 1.4 B parameters trains 1.5 times as fast on GB200 as on H200 (state-spaces/mamba issue 904)."""
-    scan = Moved("model.layers.*.mixer", "language", "forward", "scan", 1e11, 1e11)
+    scan = MemoryCall("model.layers.*.mixer", "language", "forward", "scan", 1e11, 1e11)
     found, base = (Machine(name).time_moved(scan).seconds for name in (device, "h200-sxm"))
     assert found / base == pytest.approx(slower, rel=0.01)
 

@@ -13,11 +13,11 @@ import pytest
 from flopcalc import bind
 from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import SpecError
-from flopcalc.prediction.constants import load_predictor
-from flopcalc.prediction.kinds import find_size, name_shape
-from flopcalc.prediction.machine import Machine, measure_narrow, turn_narrow
-from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.work import Moved, Product
+from flopcalc.prediction.build_work import make_work
+from flopcalc.prediction.kernels.constants import load_predictor
+from flopcalc.prediction.kernels.machine import Machine, measure_narrow, turn_narrow
+from flopcalc.prediction.operator_kinds import find_size, name_shape
+from flopcalc.prediction.work import MemoryCall, Product
 
 Json = dict[str, Any]
 Keep = Callable[..., Path]
@@ -198,7 +198,7 @@ def test_casts_move_activations_in_two_copies_and_no_weights(kind: str, reads: f
     rows, n, k = 8192, 4096, 14336
     for direction, numbers in (("forward", rows * k), ("dgrad", rows * n)):
         expected = machine.time_moved(
-            Moved("x", "language", direction, "pointwise", float(reads * numbers), float(writes * numbers))
+            MemoryCall("x", "language", direction, "pointwise", float(reads * numbers), float(writes * numbers))
         )
         assert machine.time_cast(Product("x", "language", "mlp", direction, rows, n, k)) == expected
     assert machine.time_cast(Product("x", "language", "mlp", "wgrad", rows, n, k)).seconds == 0

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from flopcalc.prediction.constants import HostPhase, Mode
+from flopcalc.prediction.kernels.constants import HostPhase, Mode
 from flopcalc.prediction.timeline import Place, Stack, find_place
 
 ONCE = ("cleared", "optimizer")  # what the host does once a step, for every tensor
 
 
-class Hosted(NamedTuple):
+class HostTime(NamedTuple):
     """What the host does for one module."""
 
     place: Place

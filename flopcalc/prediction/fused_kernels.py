@@ -9,8 +9,8 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Op
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.rows import name_module
-from flopcalc.prediction.sides import Sided
-from flopcalc.prediction.work import Attention, Moved, Width
+from flopcalc.prediction.tensor_parallel import TensorSplit
+from flopcalc.prediction.work import Attention, MemoryCall, Width
 
 _FLOAT = 4  # bytes of what is always computed in float32
 _CLOSED = ("attention_projections", "router", "lm_head", "head")  # parts behind which no activation function comes
@@ -21,10 +21,10 @@ def list_fused(
     load: Workload,
     rows: Sequence[CountedRow],
     widths: Mapping[str, int],
-    sides: Mapping[Block, Mapping[Op, Sided]],
+    sides: Mapping[Block, Mapping[Op, TensorSplit]],
     attention: Sequence[Attention],
     dtype_bytes: int,
-) -> list[Moved]:
+) -> list[MemoryCall]:
     """Norms, activations, residual sums, rotations, routing and the loss of one step; recomputed layers run again."""
     is_train = load.phase == "train"
     is_checkpointed = is_train and estimator.recipe.recompute != "none"
@@ -34,7 +34,7 @@ def list_fused(
         if counted.row.find("padding") is None:
             value = counted.row.op.rows.count(load, "full")
             blocks.setdefault(counted.block, []).append((counted.row, value))
-    found: list[Moved] = []
+    found: list[MemoryCall] = []
     for block, own in blocks.items():
         flows = is_train and any(row.has_backward or row.trainable for row, _ in own)
         lister = _Lister(block, widths[block.path], sides[block], dtype_bytes, flows and block.path in again, flows)
@@ -47,11 +47,11 @@ class _Lister:
     """The moved bytes of one block."""
 
     def __init__(
-        self, block: Block, hidden: int, sides: Mapping[Op, Sided], dtype_bytes: int, is_again: bool, flows: bool
+        self, block: Block, hidden: int, sides: Mapping[Op, TensorSplit], dtype_bytes: int, is_again: bool, flows: bool
     ) -> None:
         self.block, self.hidden, self.sides, self.bytes = block, hidden, sides, dtype_bytes
         self.is_again, self.flows = is_again, flows
-        self.moved: list[Moved] = []
+        self.moved: list[MemoryCall] = []
         self.opened = 0  # outputs that the next activation reads
         self.routed = 0  # width of the rows that experts take and give back
 
@@ -123,7 +123,7 @@ class _Lister:
             if not reads + writes:
                 continue
             self.moved.append(
-                Moved(
+                MemoryCall(
                     name_module(self.block, op), self.block.group, direction, "pointwise", self.bytes * size * reads,
                     self.bytes * size * writes, self.block.copies, is_again, 0, width, is_cheap,
                     is_bias,
@@ -131,13 +131,13 @@ class _Lister:
             )  # fmt: skip
 
 
-def _list_rotations(attention: Sequence[Attention], dtype_bytes: int) -> list[Moved]:
+def _list_rotations(attention: Sequence[Attention], dtype_bytes: int) -> list[MemoryCall]:
     """Rotary embeddings and the like: queries and keys once more; of eager attention the scores too."""
     found = []
     for call in attention:
         rows = call.batch * call.length
         size = dtype_bytes * rows * (call.heads + call.kv_heads) * call.qk
-        moved = Moved(
+        moved = MemoryCall(
             call.module, call.group, call.direction, "pointwise", size, size, call.calls, call.is_again, 0, "narrow"
         )
         found.append(moved)

@@ -15,8 +15,8 @@ from flopcalc import bind, predict
 from flopcalc.base.errors import WorkloadError
 from flopcalc.cli.predict import predict as command
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.routed import MASKED, has_masks, list_masks, parse_version
+from flopcalc.prediction.build_work import make_work
+from flopcalc.prediction.moe_versions import MASKED, has_masks, list_masks, parse_version
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "lab" / "blind" / "README.md"

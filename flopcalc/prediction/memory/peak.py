@@ -16,11 +16,11 @@ from flopcalc.base.vocabulary import CAST_FORMATS, Execution
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
-from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.build_work import make_work
+from flopcalc.prediction.memory.inference import Serving
+from flopcalc.prediction.memory.shards import Shards, cut_parts, divide_held, shard_zero, sum_held
+from flopcalc.prediction.memory.tensors import FLOAT, Part, SplitBytes, Step
 from flopcalc.prediction.operators import Operators, list_operators
-from flopcalc.prediction.serving import Serving
-from flopcalc.prediction.shards import Shards, cut_parts, divide_held, shard_zero, sum_held
-from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
 from flopcalc.prediction.work import Product
 
 __all__ = [
@@ -130,7 +130,7 @@ class Tensors(NamedTuple):
     outside: int  # bytes saved outside of all of them
     loss: int  # bytes of logits, and of their gradients, at the loss
     inputs: int
-    largest: Held  # parameters of the largest layer, which ZeRO gathers
+    largest: SplitBytes  # parameters of the largest layer, which ZeRO gathers
     dtype_bytes: int
     trained_bytes: int  # of a parameter that trains
     gradient_bytes: int
@@ -303,7 +303,7 @@ class _Moment(NamedTuple):
     """What is there at a moment of a training step, beside what always is: bytes."""
 
     name: str
-    gradients: Held  # before ZeRO
+    gradients: SplitBytes  # before ZeRO
     activations: int
     logits: int = 0
 
@@ -311,8 +311,8 @@ class _Moment(NamedTuple):
 class Cut(NamedTuple):
     """What a device holds of a step before ZeRO divides it: bytes, but for parameters."""
 
-    weights: Held
-    trained: Held  # parameters
+    weights: SplitBytes
+    trained: SplitBytes  # parameters
     kept: int
     loss: int
     inputs: int
@@ -358,7 +358,7 @@ def cut_step(tensors: Tensors, shards: Shards) -> Cut:
     # The head reads whole rows, and makes their gradient, where devices that share a layer spread them.
     gathered = (1 + (shards.tensor > 1 and shards.is_spread)) * tensors.stream // shards.sequence
     loss = -(-tensors.loss // cut) + tensors.head // shards.tensor + gathered if shards.has_last else 0
-    moments = [_Moment("loss", Held(), kept, loss)]
+    moments = [_Moment("loss", SplitBytes(), kept, loss)]
     dense = other = 0  # gradients that are there
     left = kept - outside  # what no stage holds belongs to the logits, but for a few masks
     waiting: dict[str, int] = {}  # first gradients of shared weights, kept until the second is there
@@ -366,17 +366,17 @@ def cut_step(tensors: Tensors, shards: Shards) -> Cut:
         if part.extra:
             share = part.kept.total // part.layers
             before = dense + sum(waiting.values())
-            moments.append(_Moment("backward", Held(before, other), left + part.extra))
+            moments.append(_Moment("backward", SplitBytes(before, other), left + part.extra))
             own, plain_own = (
                 number * each // part.layers * (part.layers - 1) for number in (part.trained.total, part.trained.dense)
             )
-            gradients = Held(before + plain_own, other + own - plain_own)
+            gradients = SplitBytes(before + plain_own, other + own - plain_own)
             moments.append(_Moment("backward", gradients, left - share * (part.layers - 1) + part.extra))
         left -= part.kept.total
         dense, other = dense + part.trained.dense * each, other + part.trained.other * each
         if part.name in waiting:  # both gradients and their sum
             del waiting[part.name]
-            gradients = Held(dense + 2 * part.table + sum(waiting.values()), other)
+            gradients = SplitBytes(dense + 2 * part.table + sum(waiting.values()), other)
             moments.append(_Moment("backward", gradients, left))
         elif part.table:
             waiting[part.name] = part.table if not part.trained.total else 0
@@ -407,7 +407,7 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
     stays, each = is_adding or tensors.optimizer.has_master, tensors.gradient_bytes
     return Memory(
         weights=peak.weights,
-        gradients=divide_held(Held(cut.trained.dense * each, cut.trained.other * each), shards.divide(2)),
+        gradients=divide_held(SplitBytes(cut.trained.dense * each, cut.trained.other * each), shards.divide(2)),
         optimizer=_count_states(tensors, cut, shards),
         activations=cut.kept,
         logits=cut.loss,
@@ -433,7 +433,7 @@ def _count_states(tensors: Tensors, cut: Cut, shards: Shards) -> int:
     state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
     states = divide_held(cut.trained, by, state_bytes)
     if optimizer.block:
-        scales = Held(*(-(-number // optimizer.block) for number in cut.trained))
+        scales = SplitBytes(*(-(-number // optimizer.block) for number in cut.trained))
         states += divide_held(scales, by, optimizer.states * FLOAT)
     return states
 
@@ -443,7 +443,7 @@ def _find_peak(tensors: Tensors, cut: Cut, shards: Shards, is_adding: bool) -> _
     optimizer, each = tensors.optimizer, tensors.gradient_bytes
     trained, second = cut.trained, shards.divide(2)
     stays = is_adding or optimizer.has_master
-    whole = Held(trained.dense * each, trained.other * each)
+    whole = SplitBytes(trained.dense * each, trained.other * each)
     gradients = divide_held(whole, second)
     copies = divide_held(trained, shards.divide(1), optimizer.copies * tensors.trained_bytes)
     # Name, gradients (all of them where they stay), activations, logits, what the optimizer adds.

@@ -13,13 +13,13 @@ from flopcalc.core.workload.pairs import block_pairs
 from flopcalc.core.workload.sums import Either, Expression, Frames, InDecoder, Minus, Pairs, Sum, Windows
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.tiles import pad
-from flopcalc.prediction.fused import list_fused
+from flopcalc.prediction.fused_kernels import list_fused
+from flopcalc.prediction.moe_versions import USUAL
 from flopcalc.prediction.operators import Operator, Operators, list_operators
-from flopcalc.prediction.routed import USUAL
 from flopcalc.prediction.rows import find_owed, name_module
-from flopcalc.prediction.sides import Sided, find_sides, find_widths, list_wide
+from flopcalc.prediction.tensor_parallel import TensorSplit, find_sides, find_widths, list_wide
 from flopcalc.prediction.timeline import Stack
-from flopcalc.prediction.work import Attention, Dispatched, Moved, Product, Width, Work
+from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Width, Work
 
 # Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
 HOST_ONLY = (
@@ -78,14 +78,14 @@ def make_work(
         if row.find("padding") is not None or not any(values):
             continue
         if isinstance(row.op, Linear):
-            maker.add_linear(counted, row.op, sides[block].get(row.op, Sided()))
+            maker.add_linear(counted, row.op, sides[block].get(row.op, TensorSplit()))
         elif isinstance(row.op, Attend):
             maker.add_attention(block, row, row.op)
         elif isinstance(row.op, Multiply):
             maker.add_flops(counted)
     notes = list(found.notes)
     if is_fused:
-        hosted: list[Dispatched] = []
+        hosted: list[HostCall] = []
         moved = [*list_fused(estimator, load, rows, widths, sides, maker.attention, dtype_bytes), *maker.scanned]
         notes += [SCANS] if maker.multiplied else []
     else:
@@ -117,12 +117,12 @@ def list_stacks(estimator: Estimator) -> tuple[Stack, ...]:
 
 
 # --- everything beside products and attention -------------------------------------------------------------------------
-def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[list[Dispatched], list[Moved]]:
+def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[list[HostCall], list[MemoryCall]]:
     """Recorded operators as what the host dispatches and what the device moves."""
     hosted, moved = [], []
     for each in found.rows:
         way = "again" if each.is_again else each.direction
-        hosted.append(Dispatched(each.module, each.group, way, each.kind, each.count))
+        hosted.append(HostCall(each.module, each.group, way, each.kind, each.count))
         if each.kind not in HOST_ONLY:
             kind = each.kind
             if kind == "cast":
@@ -131,14 +131,14 @@ def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[l
                 kind = "cat_cache"
             width: Width = "wide" if each.module in wide else "narrow"
             moved.append(
-                Moved(each.module, each.group, each.direction, kind, each.reads, each.writes, each.count,
+                MemoryCall(each.module, each.group, each.direction, kind, each.reads, each.writes, each.count,
                       each.is_again, 0, width)
             )  # fmt: skip
     return hosted, moved
 
 
 def _add_dequantized(
-    rows: list[CountedRow], products: list[Product], moved: list[Moved], hosted: list[Dispatched]
+    rows: list[CountedRow], products: list[Product], moved: list[MemoryCall], hosted: list[HostCall]
 ) -> None:  # fmt: skip
     """What bitsandbytes does before each product of a weight of four bits: it makes the whole weight in bf16."""
     stored = {name_module(block, row.op): row for block, row, _ in rows if row.numbers.weight.name in FOUR_BITS}
@@ -149,17 +149,17 @@ def _add_dequantized(
         size = product.n * product.k * product.copies
         way = "forward" if product.direction == "forward" else "backward"
         moved.append(
-            Moved(product.module, product.group, way, "dequantize", size / 2, 2.0 * size, product.calls,
+            MemoryCall(product.module, product.group, way, "dequantize", size / 2, 2.0 * size, product.calls,
                   product.is_again)
         )  # fmt: skip
         hosted.append(
-            Dispatched(product.module, product.group, "again" if product.is_again else way, "cast", 2 * product.calls)
+            HostCall(product.module, product.group, "again" if product.is_again else way, "cast", 2 * product.calls)
         )  # fmt: skip
 
 
 def _add_optimizer(
-    rows: list[CountedRow], load: Workload, optimizer: str, dtype_bytes: int, moved: list[Moved],
-    hosted: list[Dispatched], is_fused: bool,
+    rows: list[CountedRow], load: Workload, optimizer: str, dtype_bytes: int, moved: list[MemoryCall],
+    hosted: list[HostCall], is_fused: bool,
 ) -> None:  # fmt: skip
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
@@ -176,9 +176,11 @@ def _add_optimizer(
         reads, writes = _READS * trained * dtype_bytes, _WRITES * trained * dtype_bytes
     tied = {row.op.tied for _, row, _ in rows}
     unseen = _count_unseen(stepped, tied, load) / trained
-    moved.append(Moved("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors, unseen=unseen))
+    moved.append(
+        MemoryCall("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors, unseen=unseen)
+    )
     if not is_fused:
-        hosted += [Dispatched("optimizer", "optimizer", way, optimizer, tensors) for way in ("cleared", "optimizer")]
+        hosted += [HostCall("optimizer", "optimizer", way, optimizer, tensors) for way in ("cleared", "optimizer")]
 
 
 def _count_unseen(stepped: list[tuple[Block, Row]], tied: set[str | None], load: Workload) -> float:
@@ -211,11 +213,11 @@ class _Maker:
         self.products: list[Product] = []
         self.attention: list[Attention] = []
         self.multiplied: list[Op] = []
-        self.scanned: list[Moved] = []
-        self.padded: list[Moved] = []
+        self.scanned: list[MemoryCall] = []
+        self.padded: list[MemoryCall] = []
         self.before: tuple[Block, int, tuple[Product, ...]] | None = None  # the last linear layer that may get siblings
 
-    def add_linear(self, counted: CountedRow, op: Linear, sided: Sided) -> None:
+    def add_linear(self, counted: CountedRow, op: Linear, sided: TensorSplit) -> None:
         """A linear layer's own product and its adapter's two; a folded adapter is one product per copy."""
         block, row, values = counted
         for product, value in zip(row.products, values, strict=True):
@@ -228,12 +230,12 @@ class _Maker:
                 if self.is_fused:
                     self._join(block, op, made)
             elif product.role == "fold":
-                self._add(block, op, op.n_out, op.n_in, row.rank, op.copies, product, Sided())
+                self._add(block, op, op.n_out, op.n_in, row.rank, op.copies, product, TensorSplit())
             else:
-                self._add(block, op, m, product.n_out, product.n_in, 1, product, Sided())
+                self._add(block, op, m, product.n_out, product.n_in, 1, product, TensorSplit())
 
     def _add(
-        self, block: Block, op: Op, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: Sided,
+        self, block: Block, op: Op, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: TensorSplit,
         more: tuple[str, ...] = (),
     ) -> tuple[Product, ...]:  # fmt: skip
         calls = block.copies * self.steps
@@ -295,7 +297,7 @@ class _Maker:
                 per_byte = SCANNED_PER_BYTE[direction] if row.op.part == "ssm" else MIXED_PER_BYTE
                 size = count / self.steps / per_byte
                 self.scanned.append(
-                    Moved(name_module(block, row.op), block.group, direction, "scan", size / 2, size / 2, calls,
+                    MemoryCall(name_module(block, row.op), block.group, direction, "scan", size / 2, size / 2, calls,
                           is_again, width="narrow")
                 )  # fmt: skip
 
@@ -374,7 +376,7 @@ class _Maker:
         return [("decode" if load.phase == "decode" else "full", own.rows, length, keys, self.steps)] if keys else []
 
 
-def _pad_heads(call: Attention, dim: int) -> list[Moved]:
+def _pad_heads(call: Attention, dim: int) -> list[MemoryCall]:
     """What SDPA copies where no fused kernel takes a head dim: queries, keys and values with zeros behind each head.
 
     On the way back the gradient gets zeros, three gradients lose theirs, and two tensors are laid out anew.
@@ -385,7 +387,7 @@ def _pad_heads(call: Attention, dim: int) -> list[Moved]:
     filled = copied if call.direction == "forward" else [queries]
     made = [("copy_strided", size, size) for size in copied] + [("fill", 0.0, size) for size in filled]
     return [
-        Moved(call.module, call.group, call.direction, kind, reads, writes, call.calls, call.is_again)
+        MemoryCall(call.module, call.group, call.direction, kind, reads, writes, call.calls, call.is_again)
         for kind, reads, writes in made
     ]
 

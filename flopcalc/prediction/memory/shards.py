@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flopcalc.base.errors import RecipeError, format_value
-from flopcalc.prediction.tensors import Held, Part
+from flopcalc.prediction.memory.tensors import Part, SplitBytes
 
 
 class Shards(NamedTuple):
@@ -29,7 +29,7 @@ class Shards(NamedTuple):
         """Into how many parts ZeRO of this stage divides dense weights and experts."""
         return (self.ranks, self.expert_ranks) if self.zero >= stage else (1, 1)
 
-    def take_layers(self, part: Part) -> tuple[Held, Held, Held]:
+    def take_layers(self, part: Part) -> tuple[SplitBytes, SplitBytes, SplitBytes]:
         """Weights, trained parameters and what is kept of a stage's layers that are here, before they are cut."""
         if not part.is_language:
             return part.weights, part.trained, part.kept
@@ -42,11 +42,11 @@ class Shards(NamedTuple):
             sum_held(_share(kind.kept, here, whole) for kind, here, whole in own),
         )
 
-    def cut_weights(self, held: Held) -> Held:
+    def cut_weights(self, held: SplitBytes) -> SplitBytes:
         """The share of weights that is here before ZeRO."""
-        return Held(-(-held.dense // self.tensor), -(-held.other // self.experts))
+        return SplitBytes(-(-held.dense // self.tensor), -(-held.other // self.experts))
 
-    def cut_kept(self, kept: Held) -> int:
+    def cut_kept(self, kept: SplitBytes) -> int:
         """The share of what a stage keeps, of all micro-batches in flight."""
         wide = kept.dense / (self.tensor if self.is_spread else 1)
         return round((wide + kept.other / self.tensor) / self.sequence * self.in_flight)
@@ -60,16 +60,16 @@ def cut_parts(shards: Shards, parts: tuple[Part, ...], dtype_bytes: int) -> tupl
         share = (wide + (1 - part.wide_share) / shards.tensor) / shards.sequence
         saved = part.kept
         if shards.sequence > 1:  # a ring or all-to-all keeps its own copy of what attention puts out (TE 2.8)
-            saved = Held(saved.dense, saved.other + part.outputs)
+            saved = SplitBytes(saved.dense, saved.other + part.outputs)
         weights, trained = shards.cut_weights(part.weights), shards.cut_weights(part.trained)
         table = part.table // shards.tensor
         if part.copied and not shards.has_first:  # of a head that is the table of embeddings, a copy
-            weights = Held(weights.dense + part.copied * dtype_bytes // shards.tensor, weights.other)
-            trained = Held(trained.dense + (part.copied // shards.tensor if table else 0), trained.other)
+            weights = SplitBytes(weights.dense + part.copied * dtype_bytes // shards.tensor, weights.other)
+            trained = SplitBytes(trained.dense + (part.copied // shards.tensor if table else 0), trained.other)
             table = 0
         elif not shards.has_last:
             table = 0
-        kept, extra = Held(shards.cut_kept(saved)), round(part.extra * share)
+        kept, extra = SplitBytes(shards.cut_kept(saved)), round(part.extra * share)
         found.append(Part(part.layers, weights, trained, kept, extra, table, part.name))
     return tuple(found)
 
@@ -83,17 +83,17 @@ def shard_zero(stage: int, ranks: int) -> Shards:
     return Shards(stage, ranks, ranks)
 
 
-def _share(held: Held, here: int, whole: int) -> Held:
-    return Held(-(-held.dense * here // whole), -(-held.other * here // whole))
+def _share(held: SplitBytes, here: int, whole: int) -> SplitBytes:
+    return SplitBytes(-(-held.dense * here // whole), -(-held.other * here // whole))
 
 
-def sum_held(held: Iterable[Held]) -> Held:
+def sum_held(held: Iterable[SplitBytes]) -> SplitBytes:
     dense = other = 0
     for each in held:
         dense, other = dense + each.dense, other + each.other
-    return Held(dense, other)
+    return SplitBytes(dense, other)
 
 
-def divide_held(held: Held, by: tuple[int, int], each: int = 1) -> int:
+def divide_held(held: SplitBytes, by: tuple[int, int], each: int = 1) -> int:
     """The share of one rank, of so many bytes each."""
     return -(-held.dense * each // by[0]) + -(-held.other * each // by[1])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flopcalc.prediction.machine import EXPERT_HOST_S, Machine
+from flopcalc.prediction.kernels.machine import EXPERT_HOST_S, Machine
 from flopcalc.prediction.work import Product, Work
 
 # How well host and device run beside each other: 1 hides nothing, and the larger, the more of the shorter one.
 _BESIDE = 1.7
 
 
-class Joined(NamedTuple):
+class FusedExperts(NamedTuple):
     """Experts whose two products, activation function and casts are one kernel each way (Transformer Engine's grouped
     MLP of CuTe DSL, which Megatron-Bridge trains with in mxfp8 from release 26.06 on)."""
 
@@ -29,7 +29,7 @@ class Joined(NamedTuple):
         return float((device_s**_BESIDE + self.host_s**_BESIDE) ** (1 / _BESIDE)) - device_s
 
 
-def find_joined(work: Work, machine: Machine) -> Joined:
+def find_fused_experts(work: Work, machine: Machine) -> FusedExperts:
     """What of a step's experts one kernel does on a machine, and what the host takes for them.
 
     A step that is replayed as a CUDA graph needs no host. Models with scans are not replayed where they route
@@ -37,6 +37,6 @@ def find_joined(work: Work, machine: Machine) -> Joined:
     """
     experts = [each for each in work.products if each.side == "expert"]
     if not experts or not machine.joins_experts:
-        return Joined(EXPERT_HOST_S)
+        return FusedExperts(EXPERT_HOST_S)
     host_s = 0.0 if machine.replays_experts and not work.has_scans else EXPERT_HOST_S
-    return Joined(host_s, frozenset(each.module for each in experts), experts[0].k)
+    return FusedExperts(host_s, frozenset(each.module for each in experts), experts[0].k)

@@ -18,18 +18,18 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Op, Stage, iterate, join
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
-from flopcalc.prediction.operators import Operator, Operators, Saved
+from flopcalc.prediction.operators import Operator, Operators, SavedTensor
 from flopcalc.prediction.recordings import load_file
-from flopcalc.prediction.sides import count_chains, list_wide_saved
+from flopcalc.prediction.tensor_parallel import count_chains, list_wide_saved
 
-__all__ = ["FLOAT", "Held", "Kind", "Part", "Step", "list_kinds"]
+__all__ = ["FLOAT", "SplitBytes", "Kind", "Part", "Step", "list_kinds"]
 
 FLOAT = 4  # bytes of what is always computed in float32: losses, norms, softmax
 LIFTED = 8  # times wider than what it reads: a product that makes queries or keys of a compressed form
 _INDEX = 8  # bytes of a token's id, and of its label
 
 
-class Held(NamedTuple):
+class SplitBytes(NamedTuple):
     """An amount in two parts that a layout cuts apart: dense and experts, or of the residual's width and narrower."""
 
     dense: int = 0
@@ -39,26 +39,26 @@ class Held(NamedTuple):
     def total(self) -> int:
         return self.dense + self.other
 
-    def add(self, size: int, is_other: bool) -> Held:
-        return Held(self.dense, self.other + size) if is_other else Held(self.dense + size, self.other)
+    def add(self, size: int, is_other: bool) -> SplitBytes:
+        return SplitBytes(self.dense, self.other + size) if is_other else SplitBytes(self.dense + size, self.other)
 
 
 class Kind(NamedTuple):
     """All layers of a stage that are alike."""
 
     number: int  # of the kind, among all of the language model's
-    weights: Held  # bytes
-    trained: Held  # parameters
-    kept: Held  # bytes
+    weights: SplitBytes  # bytes
+    trained: SplitBytes  # parameters
+    kept: SplitBytes  # bytes
 
 
 class Part(NamedTuple):
     """One stage in the backward pass: bytes of all its layers together, and of the widest moment of one."""
 
     layers: int
-    weights: Held  # bytes, of dense weights and of experts
-    trained: Held  # parameters that get a gradient, dense and of experts
-    kept: Held  # bytes saved until its layer's backward, of the residual's width and narrower
+    weights: SplitBytes  # bytes, of dense weights and of experts
+    trained: SplitBytes  # parameters that get a gradient, dense and of experts
+    kept: SplitBytes  # bytes saved until its layer's backward, of the residual's width and narrower
     extra: int  # the most that one layer's backward has beside its share of kept; 0: no gradient passes
     table: int  # of a weight that another stage shares: bytes of its gradient
     name: str  # of that weight
@@ -159,14 +159,14 @@ class Step:
                 total += self.rows(first) * first.n_in * self.bytes
         return total
 
-    def find_largest_layer(self) -> Held:
+    def find_largest_layer(self) -> SplitBytes:
         """Parameters of the largest layer, or of the largest stage that is none."""
         layers = {(stage.path, stage.first): max(1, len(stage.layers)) for stage in self.estimator.stages}
         held = self._sum_rows(lambda row: row.parameters)
-        sizes = [Held(*(size // layers[place] for size in sizes)) for place, sizes in held.items()]
-        return max(sizes, key=lambda size: size.total, default=Held())
+        sizes = [SplitBytes(*(size // layers[place] for size in sizes)) for place, sizes in held.items()]
+        return max(sizes, key=lambda size: size.total, default=SplitBytes())
 
-    def count_weights(self) -> dict[tuple[str, int], Held]:
+    def count_weights(self) -> dict[tuple[str, int], SplitBytes]:
         """Path and first layer of a stage -> bytes of its weights; adapters are wider than a half-precision model."""
         return self._sum_rows(
             lambda row: sum(held.total_bytes for held in row.list_weights(self.has_adapters))
@@ -177,11 +177,11 @@ class Step:
         rows = [row for _, row, _ in self.estimator.rows(self.load, "full") if row.numbers.weight.flat]
         return max((row.op.n_in * row.op.n_out * self.bytes for row in rows), default=0)
 
-    def _sum_rows(self, count: Callable[[Row], int]) -> dict[tuple[str, int], Held]:
-        found: dict[tuple[str, int], Held] = {}
+    def _sum_rows(self, count: Callable[[Row], int]) -> dict[tuple[str, int], SplitBytes]:
+        found: dict[tuple[str, int], SplitBytes] = {}
         for block, row, _ in self.estimator.rows(self.load, "full"):
             place = self._find_stage(block)
-            size, at = count(row) * block.copies, found.get(place, Held())
+            size, at = count(row) * block.copies, found.get(place, SplitBytes())
             is_expert = row.op.kind in ("linear", "conv") and row.op.copies > 1
             found[place] = at.add(size, is_expert)
         return found
@@ -201,7 +201,7 @@ class Step:
         # HF embeds the text before it looks at images: autograd comes to the embedding last of all.
         stages = sorted(self.estimator.stages, key=lambda stage: not any(op.input_embedding for op in first_ops(stage)))
         places = [f"{stage.path}.*" if stage.repeated else stage.path for stage in stages]
-        inside: list[list[Saved]] = [[] for _ in stages]
+        inside: list[list[SavedTensor]] = [[] for _ in stages]
         outside = 0
         for entry in saved:
             fitting = [
@@ -220,7 +220,7 @@ class Step:
             is_past = is_past or (stage.repeated and stage.group == "language")
             place = (stage.path, stage.first)
             part = self._make_part(
-                stage, entries, stage.path in owing, trained.pop(place, Held()), gradient_bytes,
+                stage, entries, stage.path in owing, trained.pop(place, SplitBytes()), gradient_bytes,
                 self._find_shared(stage) if stage.path in shared else "", wide,
             )  # fmt: skip
             is_language = stage.repeated and stage.group == "language"
@@ -229,33 +229,33 @@ class Step:
             parts.append(
                 part._replace(
                     kinds=tuple(Kind(kind, *sums[kind], kept[kind]) for kind in own),
-                    weights=weights.pop(place, Held()), is_language=is_language,
+                    weights=weights.pop(place, SplitBytes()), is_language=is_language,
                     is_last=is_past and stage.group == "language" and not stage.repeated,
                 )
             )  # fmt: skip
         return parts, outside
 
-    def _sum_kinds(self) -> dict[int, tuple[Held, Held]]:
+    def _sum_kinds(self) -> dict[int, tuple[SplitBytes, SplitBytes]]:
         """Kind of layers -> bytes of their weights, and parameters that get a gradient."""
         numbers, (trained, _, _) = _number_layers(self.estimator), self.read_blocks()
-        found: dict[int, tuple[Held, Held]] = {}
+        found: dict[int, tuple[SplitBytes, SplitBytes]] = {}
         for block, row, _ in self.estimator.rows(self.load, "full"):
             gets = self._find_stage(block) in trained
             size = sum(held.total_bytes for held in row.list_weights(self.has_adapters))
             is_expert = row.op.kind in ("linear", "conv") and row.op.copies > 1
             for kind, many in Counter(numbers.get((block.path, number)) for number in block.layers or ()).items():
                 if kind is not None:
-                    weights, own = found.get(kind, (Held(), Held()))
+                    weights, own = found.get(kind, (SplitBytes(), SplitBytes()))
                     trained_here = many * row.trainable if gets else 0
                     found[kind] = weights.add(many * size, is_expert), own.add(trained_here, is_expert)
         return found
 
-    def read_blocks(self) -> tuple[dict[tuple[str, int], Held], set[str], set[str]]:
+    def read_blocks(self) -> tuple[dict[tuple[str, int], SplitBytes], set[str], set[str]]:
         """Parameters that get a gradient per stage, the stages that one passes, and those with weights that train.
 
         What does not run gets none, nor what runs and is never used: a tower without images, its last layers.
         """
-        trained: dict[tuple[str, int], Held] = {}
+        trained: dict[tuple[str, int], SplitBytes] = {}
         owing, training = set(), set()
         for block in dict.fromkeys(block for block, _, _ in self.estimator.rows(self.load, "full")):
             products = [row for row in block.rows if row.op.kind in ("linear", "conv")]
@@ -265,8 +265,8 @@ class Step:
             experts = block.copies * sum(row.trainable for row in products if row.op.copies > 1)
             whole = block.copies * sum(row.trainable for row in block.rows)
             place = self._find_stage(block)
-            at = trained.get(place, Held())
-            trained[place] = Held(at.dense + whole - experts, at.other + experts)
+            at = trained.get(place, SplitBytes())
+            trained[place] = SplitBytes(at.dense + whole - experts, at.other + experts)
             if any(row.has_backward or row.trainable for row in block.rows):
                 owing.add(block.path)
             if any(row.trains_weight for row in block.rows):
@@ -280,7 +280,7 @@ class Step:
         return next((name for name in own if name in names), "")
 
     def _make_part(
-        self, stage: Stage, saved: list[Saved], owes: bool, trained: Held, gradient_bytes: int, shared: str,
+        self, stage: Stage, saved: list[SavedTensor], owes: bool, trained: SplitBytes, gradient_bytes: int, shared: str,
         wide: set[str],
     ) -> Part:  # fmt: skip
         layers, gradients = len(stage.layers), trained.total * gradient_bytes
@@ -319,8 +319,8 @@ class Step:
         is_kept = self.is_fused and not (stage.checkpoint and self.estimator.recipe.recompute != "none")
         outputs = sum(many * self._count_outputs(ops_of[chain]) for chain, many in chains.items()) if is_kept else 0
         return Part(
-            max(1, layers), Held(), trained, Held(kept_wide, kept - kept_wide), extra, table * self.bytes, shared,
-            copied=copied, wide_share=wide_share, outputs=outputs,
+            max(1, layers), SplitBytes(), trained, SplitBytes(kept_wide, kept - kept_wide), extra, table * self.bytes,
+            shared, copied=copied, wide_share=wide_share, outputs=outputs,
         )  # fmt: skip
 
     def _count_outputs(self, ops: list[Op]) -> int:
@@ -332,9 +332,9 @@ class Step:
                 found += self.bytes * self.rows(before[-1]) * op.heads * op.v
         return found
 
-    def _sum_kept(self, chain: Chain, saved: list[Saved], stage: Stage, wide: set[str]) -> Held:
+    def _sum_kept(self, chain: Chain, saved: list[SavedTensor], stage: Stage, wide: set[str]) -> SplitBytes:
         """What the layers of one kind keep, of the residual's width and narrower."""
-        many, kept, prefix = count_chains(stage), Held(), f"{stage.path}.*."
+        many, kept, prefix = count_chains(stage), SplitBytes(), f"{stage.path}.*."
         running = {each: [op for op in iterate(each) if self.runs(op)] for each in many}
         for entry in saved:
             if entry.is_again:
@@ -346,14 +346,14 @@ class Step:
                 kept = kept.add(entry.bytes * entry.count * many[chain] // of, entry.module not in wide)
         return kept
 
-    def list_usual(self) -> tuple[Saved, ...]:
+    def list_usual(self) -> tuple[SavedTensor, ...]:
         """What autograd saves in fused kernels; or in a model that was not recorded, if it is written as most are."""
         found = []
         if not self.is_fused:
             self.notes.append(
                 "what autograd saves was not recorded for this model: we assume code like that of most models"
             )
-            found.append(Saved("", "", self.count_logits() * FLOAT, 1))
+            found.append(SavedTensor("", "", self.count_logits() * FLOAT, 1))
         _, owing, _ = self.read_blocks()
         for stage in self.estimator.stages:
             is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
@@ -361,10 +361,10 @@ class Step:
                 entries: list[tuple[Op, int]] = []
                 self._save(chain, False, entries)
                 prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
-                found += [Saved(prefix + op.name, stage.group, size, many, is_again) for op, size in entries]
+                found += [SavedTensor(prefix + op.name, stage.group, size, many, is_again) for op, size in entries]
                 if is_again:
                     placed = [Placed(op, self.rows(op), 0, 0) for op in iterate(chain)]
-                    found.append(Saved(prefix[:-1], stage.group, self.find_stream(placed), many))
+                    found.append(SavedTensor(prefix[:-1], stage.group, self.find_stream(placed), many))
         return tuple(found)
 
     def _save(self, chain: Chain, is_saved: bool, entries: list[tuple[Op, int]], is_cheap: bool = False) -> bool:
@@ -435,7 +435,7 @@ class Step:
         plain = [i for i in inside if ops[i].kind in ("pointwise", "attend", "product")]
         return (plain or inside or [0])[-1]
 
-    def _list_masks(self, stage: Stage, prefix: str) -> list[Saved]:
+    def _list_masks(self, stage: Stage, prefix: str) -> list[SavedTensor]:
         """Masks that SDPA keeps: HF gives it booleans, of which every call makes its own in the model's dtype."""
         if self.attention == "eager" or self.is_fused:
             return []
@@ -446,7 +446,7 @@ class Step:
             size = self.bytes * self.count_mask(stage, ops)
             if size:
                 name = next(op.name for op in ops if isinstance(op, Attend) and _find_pairs(op) is not None)
-                found.append(Saved(prefix + name, stage.group, size, many, is_again))
+                found.append(SavedTensor(prefix + name, stage.group, size, many, is_again))
         return found
 
     def count_mask(self, stage: Stage, ops: list[Op]) -> int:
@@ -459,7 +459,7 @@ class Step:
             return side.rows * side.seq * (side.context + side.seq)
         return 0
 
-    def _cut_dropout(self, stage: Stage, saved: list[Saved], prefix: str) -> list[Saved]:
+    def _cut_dropout(self, stage: Stage, saved: list[SavedTensor], prefix: str) -> list[SavedTensor]:
         """A dropout recorded on a CPU kept noise in the model's dtype; a GPU keeps one byte, and none where p is 0."""
         drops = {op.name: op.saves for chain in count_chains(stage) for op in iterate(chain) if isinstance(op, Dropout)}
         return [
@@ -468,7 +468,7 @@ class Step:
             if drops.get(entry.module[len(prefix) :], True)
         ]
 
-    def _list_outputs(self, stage: Stage, prefix: str) -> list[Saved]:
+    def _list_outputs(self, stage: Stage, prefix: str) -> list[SavedTensor]:
         """Where queries are joined of two parts, cuDNN lays its output out like them: the next product reads a copy."""
         is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
         found = []
@@ -478,7 +478,7 @@ class Step:
                 before = [other for other in ops[:i] if other.kind == "linear"]
                 if isinstance(op, Attend) and before and _find_pairs(op) is not None:
                     size = self.bytes * self.rows(before[-1]) * op.heads * op.v
-                    found.append(Saved(prefix + op.name, stage.group, size, many, is_again))
+                    found.append(SavedTensor(prefix + op.name, stage.group, size, many, is_again))
         return found
 
     def _walk_back(self, placed: list[Placed]) -> int:
