@@ -25,6 +25,7 @@ class Engine(NamedTuple):
     version: str  # empty: the newest that is known
     mixes: bool
     chunks: bool
+    reserves: bool
     profiles: bool  # a trial step's activations are taken off the cache
     budget: Literal["total", "free"]
     overhead_gib: float
@@ -38,7 +39,8 @@ class Engine(NamedTuple):
     interval: int = 1
 
     def make_policy(self, cache_tokens: float) -> Policy:
-        return Policy(self.max_batched_tokens, self.max_seqs, cache_tokens, self.mixes, self.chunks, self.interval)
+        return Policy(self.max_batched_tokens, self.max_seqs, cache_tokens, self.mixes, self.chunks, self.reserves,
+                      self.interval)  # fmt: skip
 
 
 @cache
@@ -79,7 +81,7 @@ def find_engine(text: str, device: Device, ranks: int = 1) -> Engine:
             mib = max(mib, reserve["least"]) if memory > reserve["least_above_gib"] else mib
             fraction = round(1 - mib / (1024 * memory), 3) if memory else 0.88
         return Engine(
-            name, table["name"], version, table["mixes"], table["chunks"], table["profiles"], table["budget"],
+            name, table["name"], version, table["mixes"], table["chunks"], table["reserves"], table["profiles"], table["budget"],
             table["overhead_gib"], table["rank_gib"], release["graph_gib"], table["block_size"], limits["max_batched_tokens"],
             limits["max_seqs"], fraction, table["flags"],
         )  # fmt: skip

@@ -18,6 +18,7 @@ class Policy(NamedTuple):
     cache_tokens: float  # that the KV cache of a rank holds
     mixes: bool = True  # prompts and decodes share a step; else decodes wait for prompts
     chunks: bool = True  # a prompt may be spread over several steps
+    reserves: bool = False  # a request is let in only if the cache holds all that it may come to
     interval: int = 1  # steps between two looks for new requests
 
 
@@ -84,7 +85,8 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
         ready: list[int] = []
         if (waiting or partial) and (policy.interval == 1 or not decodes or count % policy.interval == 0):
             room = policy.max_tokens - (decodes if policy.mixes else 0)
-            partial = _fill(policy, requests, waiting, partial, room, decodes, reserved, chunks, ready)
+            partial = _fill(policy, requests, waiting, partial, room, decodes,
+                            reserved if policy.reserves else keys, chunks, ready)  # fmt: skip
             reserved += sum(requests[number].input + requests[number].output for number in ready)
         if chunks:
             has_decodes = policy.mixes and decodes > 0
@@ -137,15 +139,17 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
 
 def _fill(
     policy: Policy, requests: Sequence[Request], waiting: deque[tuple[int, Any]], partial: tuple[int, int] | None,
-    room: int, decodes: int, reserved: float, chunks: list[tuple[int, int]], ready: list[int],
+    room: int, decodes: int, held: float, chunks: list[tuple[int, int]], ready: list[int],
 ) -> tuple[int, int] | None:  # fmt: skip
     """Chunks of prompts for one step, and the requests whose prompts they end; the prompt that is left unfinished."""
     while room > 0 and (partial or waiting):
         if partial is None:
             number = waiting[0][0]
             request = requests[number]
-            held = sum(requests[each].input + requests[each].output for each in ready)
-            is_full = reserved + held + request.input + request.output > policy.cache_tokens
+            sizes = [
+                requests[each].input + requests[each].output * policy.reserves for each in (*ready, number)
+            ]
+            is_full = held + sum(sizes) > policy.cache_tokens
             if decodes + len(ready) >= policy.max_seqs or (is_full and (decodes or ready)):
                 break
             if not policy.chunks and chunks and request.input > room:

@@ -9,8 +9,8 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Op, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.formats import Stored, make_plain
 from flopcalc.core.recipe.numbers import count_cache_bytes, find_sizes
-from flopcalc.prediction.sides import Sided, count_chains, find_sides, find_widths
-from flopcalc.prediction.tensors import find_reach
+from flopcalc.prediction.tensor_parallel import TensorSplit, count_chains, find_sides, find_widths
+from flopcalc.prediction.memory.tensors import find_reach
 from flopcalc.prediction.work import Side
 
 CacheKind = Literal["full", "window", "latent", "state"]
@@ -70,8 +70,14 @@ class ServedModel(NamedTuple):
     cache_bytes: float  # of one cached number
     expert_layers: int
     kernels: int  # calls of a forward pass, with products of one input joined as engines do
+    casts: int  # products whose inputs are brought to a narrow format first
     sums: float  # all-reduces of a forward pass under tensor parallelism
     longest: int  # positions that the config allows; 0: not said
+
+    @property
+    def routed(self) -> float:
+        """Experts that a token reaches, summed over layers."""
+        return sum(each.layers * each.active for each in self.weights if each.experts > 1 and each.n == self.hidden)
 
     @property
     def experts(self) -> int:
@@ -93,7 +99,7 @@ def read_model(estimator: Estimator) -> ServedModel:
     weights: list[ServedWeight] = []
     cached: list[CachedLayers] = []
     embedding = other = sums = 0.0
-    expert_layers = kernels = 0
+    expert_layers = kernels = casts = 0
     for stage in estimator.stages:
         is_language = stage.group == "language"
         for chain, count in count_chains(stage).items():
@@ -101,6 +107,7 @@ def read_model(estimator: Estimator) -> ServedModel:
             sides = find_sides(ops, widths[stage.path])
             kernels += count * _count_kernels(ops) * is_language
             expert_layers += count * (is_language and any(op.copies > 1 for op in ops))
+            joined: dict[tuple[str, int, int], str] = {}
             for op in ops:
                 if isinstance(op, Attend) and is_language and op.cache:
                     cached.append(_read_cache(op, count))
@@ -118,8 +125,10 @@ def read_model(estimator: Estimator) -> ServedModel:
                     weight = _read_weight(op, sides[op], count, stored, size)
                     weights.append(weight)
                     sums += count * (weight.side == "row")
+                    joined.setdefault((op.name.rpartition(".")[0], op.n_in, op.copies), stored.compute)
                 elif op.kind != "embed":
                     other += own
+            casts += count * sum(bool(compute) for compute in joined.values())
     sums += expert_layers  # shared experts are added before the sum over ranks
     shared = [weight for weight in weights if weight.side == "row" and weight.part == "mlp"]
     sums -= min(expert_layers, sum(weight.layers for weight in shared)) if expert_layers and shared else 0
@@ -129,7 +138,7 @@ def read_model(estimator: Estimator) -> ServedModel:
         estimator.source.name, layers, widths[stages[-1].path] if stages else 0,
         tuple(weight for weight in weights if weight.part != "lm_head"), head, _merge(cached), embedding, other,
         count_cache_bytes(estimator.formats, 1 << 20) / (1 << 20), expert_layers,
-        kernels, sums, longest if isinstance(longest, int) else 0,
+        kernels, casts, sums, longest if isinstance(longest, int) else 0,
     )  # fmt: skip
 
 
@@ -141,7 +150,7 @@ def _count_kernels(ops: list[Op]) -> int:
     )
 
 
-def _read_weight(op: Op, sided: Sided, count: int, stored: Stored, size: int) -> ServedWeight:
+def _read_weight(op: Op, sided: TensorSplit, count: int, stored: Stored, size: int) -> ServedWeight:
     each = size / max(1, op.copies * op.n_in * op.n_out)
     return ServedWeight(
         op.part, sided.side, op.n_out, op.n_in, count, each, stored.compute, sided.kv, sided.kv_heads, op.copies,

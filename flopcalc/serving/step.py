@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,14 +17,15 @@ from flopcalc.serving.served import CachedLayers, ServedModel, ServedWeight
 # Classes of work. Seconds at the rates of the device's kernels: dense, experts, kv, attention, sums (bytes of
 # collectives), tokens (norms, activation functions). Numbers: all others. A fit weighs each class by engine.
 CLASSES = (
-    "step", "kernels", "expert_layers", "sequences", "sum_calls", "dense", "experts", "kv", "attention", "sums", "tokens",
-    "prompts",
+    "step", "kernels", "casts", "eager", "expert_layers", "sequences", "sum_calls", "dense", "experts", "kv", "attention", "sums",
+    "tokens", "prompts",
 )  # fmt: skip
 _SHARE = 0.72  # of its peak that a product keeps up on devices without measured kernels
 _ATTENTION_SHARE = 0.5
 _READ_SHARE = 0.8  # of the bandwidth that reading keys keeps up there
 _POWER = 3  # how compute and memory join: (a³ + b³)^(1/3), a third more than the larger where both are equal
-_TOKEN_BYTES = 16.0  # that norms, residuals and activation functions move for each number of the residual stream
+_TOKEN_BYTES = 24.0  # that norms, residuals and activation functions move for each number of the residual stream
+_ROUTED_BYTES = 8.0  # that handing a token to one expert and back moves for each number
 _TILE = 16  # rows of an expert's smallest tile
 GRID_STEPS = 3  # points of the grid per doubling of the tokens
 
@@ -126,7 +128,8 @@ class StepModel:
         """What grows with the tokens of a rank's step, and what every step has."""
         model, layout, rates = self.model, self.layout, self.rates
         found = dict.fromkeys(CLASSES, 0.0)
-        found.update(step=1.0, kernels=model.kernels, expert_layers=model.expert_layers, sum_calls=self.calls)
+        found.update(step=1.0, kernels=model.kernels, casts=model.casts, sum_calls=self.calls)
+        found["expert_layers"] = model.expert_layers
         for weight in model.weights:
             if weight.experts > 1:
                 found["experts"] += weight.layers * self._time_experts(weight, tokens)
@@ -140,7 +143,8 @@ class StepModel:
             if layout.dp > 1:  # gathered before the experts, summed up and dealt out behind them
                 ranks = layout.tp * layout.dp
                 found["sums"] += model.expert_layers * 2 * size * layout.dp * (ranks - 1) / ranks / rate
-        found["tokens"] = tokens * model.hidden * model.layers * _TOKEN_BYTES / rates.bandwidth
+        moved = model.hidden * (model.layers * _TOKEN_BYTES + model.routed * _ROUTED_BYTES)
+        found["tokens"] = tokens * moved / rates.bandwidth
         return [found[name] for name in CLASSES]
 
     def _time_dense(self, weight: ServedWeight, tokens: float) -> float:
@@ -151,8 +155,13 @@ class StepModel:
     def _time_experts(self, weight: ServedWeight, tokens: float) -> float:
         n, k = cut_weight(weight, self.layout)
         total = tokens * self.layout.dp
-        reached = count_distinct(weight.experts, weight.active, total) / self.layout.ep
-        rows = total * weight.active / self.layout.ep
+        ep, own = self.layout.ep, weight.experts / self.layout.ep
+        reached = count_distinct(weight.experts, weight.active, total) / ep
+        rows = total * weight.active / ep
+        # All wait for the busiest rank: the largest of `ep` draws lies about √(2 ln ep) deviations above the mean.
+        above = math.sqrt(2 * math.log(ep))
+        reached = min(own, reached + above * math.sqrt(reached * max(0.0, 1 - reached / own)))
+        rows = min(rows * ep, rows + above * math.sqrt(rows))
         padded = max(rows, reached * min(_TILE, rows))
         moved = reached * n * k * weight.bytes + 2.0 * rows * (n + k)
         return _join(2.0 * padded * n * k / self.rates.find_flops(weight.compute), moved / self.rates.bandwidth)
@@ -217,6 +226,7 @@ class StepCosts:
         pair, bounded = step.time_pairs()
         self.pair = weigh(_place("attention", pair))
         self.bounded = [(weigh(_place("attention", seconds)), length) for seconds, length in bounded]
+        self.eager = weigh(_place("eager", float(step.model.kernels)))  # steps with prompts are launched call by call
         self.prompt = weigh(_place("prompts", 1.0))
         self.zero = self.prompt * 0
 
@@ -224,6 +234,7 @@ class StepCosts:
         """A step: chunks of prompts (tokens, tokens before them) and decodes that read `keys` tokens in all."""
         tokens = sum(chunk for chunk, _ in prompt)
         seconds = self.read(self.table, tokens + decodes) + self.read(self.heads, decodes + len(prompt))
+        seconds = seconds + self.eager
         for chunk, before in prompt:
             seconds = seconds + self.pair * (chunk * (before + chunk / 2))
             for each, window in self.bounded:
