@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.serving.step import StepCosts
+from flopcalc.server.step import StepCosts
 
 
 class Policy(NamedTuple):
@@ -28,6 +28,7 @@ class Request(NamedTuple):
     input: int
     output: int
     arrival_s: float | None = None
+    cached: int = 0  # tokens of the prompt that the cache holds already
 
 
 class Served(NamedTuple):
@@ -43,7 +44,7 @@ class Run(NamedTuple):
     requests: list[Served]
     steps: int
     clock: Any
-    busy: float  # mean of the sequences in a step
+    gaps: list[tuple[Any, int]]  # seconds between two tokens of a stream, and how many tokens came after them
 
 
 def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slots: int, started: int = 0) -> Run:
@@ -57,7 +58,9 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
     arrived: list[Any] = [None] * len(requests)
     first: list[Any] = [None] * len(requests)
     last: list[Any] = [None] * len(requests)
-    count = keys = decodes = steps = sequences = 0
+    count = keys = decodes = steps = 0
+    gaps: list[tuple[Any, int]] = []
+    stall = costs.zero  # since the last decode, where prompts run alone
     reserved = 0.0
     partial: tuple[int, int] | None = None  # the prompt that is under way, and its tokens that are done
     is_open = bool(requests) and requests[0].arrival_s is not None
@@ -90,10 +93,13 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
             reserved += sum(requests[number].input + requests[number].output for number in ready)
         if chunks:
             has_decodes = policy.mixes and decodes > 0
-            clock = clock + costs.run(chunks, decodes if has_decodes else 0, float(keys))
-            steps, sequences = steps + 1, sequences + decodes + len(chunks)
+            taken = costs.run(chunks, decodes if has_decodes else 0, float(keys))
+            clock, steps = clock + taken, steps + 1
             if has_decodes:
+                gaps.append((taken, decodes))
                 count, keys = count + 1, keys + decodes
+            elif decodes:
+                stall = stall + taken
         elif decodes:
             ahead = due[0][0] - count
             if waiting and policy.interval > 1:
@@ -102,9 +108,12 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
                 single = costs.decode(decodes, float(keys), 1)
                 gap = (requests[following].arrival_s or 0.0) - clock
                 ahead = max(1, min(ahead, int(gap / single) + 1))
-            clock = clock + costs.decode(decodes, float(keys), ahead)
+            taken = costs.decode(decodes, float(keys), ahead)
+            gaps.append((taken * (1 / ahead) + stall, decodes))
+            if ahead > 1:
+                gaps.append((taken * (1 / ahead), decodes * (ahead - 1)))
+            clock, stall = clock + taken, costs.zero
             count, keys, steps = count + ahead, keys + decodes * ahead, steps + ahead
-            sequences += decodes * ahead
         elif is_open and following < len(requests):
             clock = max(clock, requests[following].arrival_s or 0.0)
             continue
@@ -133,8 +142,8 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
                     arrived[following] = clock
                     waiting.append((following, clock))
                     following += 1
-    done_ = [Served(first[i] - arrived[i], last[i] - arrived[i]) for i in range(len(requests)) if last[i] is not None]
-    return Run(done_, steps, clock, sequences / max(1, steps))
+    served = [Served(first[i] - arrived[i], last[i] - arrived[i]) for i in range(len(requests))]
+    return Run(served, steps, clock, gaps)
 
 
 def _fill(
@@ -155,7 +164,7 @@ def _fill(
             if not policy.chunks and chunks and request.input > room:
                 break
             waiting.popleft()
-            partial = (number, 0)
+            partial = (number, request.cached)
         number, done = partial
         size = requests[number].input - done
         if policy.chunks:

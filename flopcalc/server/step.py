@@ -12,7 +12,7 @@ from flopcalc.base.errors import DeviceError
 from flopcalc.hardware.devices import Device, find_format_peak
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.planning.network import Interconnect, find_interconnect
-from flopcalc.serving.served import CachedLayers, ServedModel, ServedWeight
+from flopcalc.server.served import CachedLayers, ServedModel, ServedWeight
 
 # Classes of work. Seconds at the rates of the device's kernels: dense, experts, kv, attention, sums (bytes of
 # collectives), tokens (norms, activation functions). Numbers: all others. A fit weighs each class by engine.

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import DeviceError
 from flopcalc.hardware.devices import Device
-from flopcalc.serving.engines import Engine
-from flopcalc.serving.served import ServedModel
-from flopcalc.serving.step import Deployment, cut_cache, cut_weight
+from flopcalc.server.engines import Engine
+from flopcalc.server.served import ServedModel
+from flopcalc.server.step import Deployment, cut_cache, cut_weight
 
 _GIB = 1 << 30
 _SHOWN = 0.99  # of the memory on the label that a driver shows: 79.2 of 80 GiB (H100), 139.8 of 141 (H200)

@@ -14,7 +14,7 @@ from flopcalc.base.errors import SpecError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import check_word
 from flopcalc.hardware.devices import Device
-from flopcalc.serving.schedule import Policy
+from flopcalc.server.schedule import Policy
 
 
 class Engine(NamedTuple):
@@ -36,6 +36,7 @@ class Engine(NamedTuple):
     max_seqs: int
     memory_fraction: float
     flags: Mapping[str, str]
+    cache_of: Mapping[str, str]  # format of weights -> format of the cache that checkpoints of it ask for
     interval: int = 1
 
     def make_policy(self, cache_tokens: float) -> Policy:
@@ -83,7 +84,7 @@ def find_engine(text: str, device: Device, ranks: int = 1) -> Engine:
         return Engine(
             name, table["name"], version, table["mixes"], table["chunks"], table["reserves"], table["profiles"], table["budget"],
             table["overhead_gib"], table["rank_gib"], release["graph_gib"], table["block_size"], limits["max_batched_tokens"],
-            limits["max_seqs"], fraction, table["flags"],
+            limits["max_seqs"], fraction, table["flags"], table.get("cache_of", {}),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError) as error:
         raise SpecError(f"model_specs/engines/{name}.toml: {error} is wrong or missing") from None
