@@ -26,7 +26,7 @@ from flopcalc.hardware.devices import find_device
 from flopcalc.server.engines import find_engine, split_version
 from flopcalc.server.kv import find_room
 from flopcalc.server.schedule import simulate
-from flopcalc.server.serve import _HOST, Traffic, _make_requests
+from flopcalc.server.serve import HOST, Traffic, make_requests
 from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import CLASSES, Deployment, StepCosts, StepModel, find_rates
 from flopcalc.setup.counting import bind_setup
@@ -34,7 +34,7 @@ from flopcalc.setup.setup import make_setup
 
 # Seconds of one unit of each class before anything is fitted: launches and calls from the kernel tables, rates as 1.
 PRIOR = {"step": 5e-4, "kernels": 2.5e-6, "casts": 2e-6, "eager": 3e-5, "expert_layers": 2e-5, "sequences": 1e-5,
-         "sum_calls": 7e-6, "dense": 1.3, "experts": 1.3, "kv": 1.1, "attention": 1.1, "sums": 1.5, "tokens": 1.0,
+         "sum_calls": 7e-6, "dense": 1.3, "experts": 1.3, "packed": 1.5, "kv": 1.1, "attention": 1.1, "sums": 1.5, "tokens": 1.0,
          "prompts": 2e-2}  # fmt: skip
 SPREAD, ENGINE_SPREAD = 1.0, 0.15  # how far a weight may lie from the prior, and an engine's from all, in logarithms
 FREE = {"eager": 2.0, "prompts": 2.0}  # what differs more between engines
@@ -77,9 +77,9 @@ def find_amounts(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     most = engine.max_batched_tokens + 2048
     costs = load_costs(row["model"], row["weights"], kv_cache, row["device"], layout, most)
     policy = engine.make_policy(max(1.0, room.cache) / room.request * traffic.tokens)
-    requests, slots, started, shares = _make_requests(traffic, layout, engine, room, costs, policy.max_seqs)
-    run = simulate(costs, policy, requests, slots, started)
-    kept = list(zip(run.requests, requests, shares, strict=True))[started:]
+    requests, slots, shares = make_requests(traffic, layout)
+    run = simulate(costs, policy, requests, slots)
+    kept = list(zip(run.requests, requests, shares, strict=True))
     total = sum(share for _, _, share in kept)
     ttft = sum(served.ttft * share for served, _, share in kept) / total
     tpot = sum((served.e2e - served.ttft) / (each.output - 1) * share for served, each, share in kept) / total
@@ -251,7 +251,7 @@ def fit_power(rows: Rows, effects: np.ndarray) -> dict[str, Any]:
     at = np.arange(rows.latency, len(rows.rows))
     _, _, weights = rows.predict(effects, at)
     seconds = rows.tpot[at] * weights
-    kernels = [name not in _HOST for name in CLASSES]
+    kernels = [name not in HOST for name in CLASSES]
     busy = seconds[:, kernels].sum(1) / seconds.sum(1)
     power = np.array([rows.rows[i]["power"] for i in at])
     (base, slope), *_ = np.linalg.lstsq(np.stack([np.ones(len(at)), busy], 1), power, rcond=None)

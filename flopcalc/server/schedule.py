@@ -47,11 +47,8 @@ class Run(NamedTuple):
     gaps: list[tuple[Any, int]]  # seconds between two tokens of a stream, and how many tokens came after them
 
 
-def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slots: int, started: int = 0) -> Run:
-    """Serve the requests in order. Without arrivals, `slots` are there at once and each end brings the next.
-
-    The first `started` requests are taken as under way, evenly spread over their outputs: a server in steady state.
-    """
+def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slots: int) -> Run:
+    """Serve the requests in order. Without arrivals, `slots` are there at once and each end brings the next."""
     clock = costs.zero
     waiting: deque[tuple[int, Any]] = deque()
     due: list[tuple[int, int]] = []  # (count of decode steps at which it ends, request)
@@ -66,13 +63,6 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
     is_open = bool(requests) and requests[0].arrival_s is not None
     following = 0
 
-    for number in range(min(started, len(requests))):
-        request = requests[number]
-        done = int((number + 0.5) / started * (request.output - 1))
-        arrived[number] = first[number] = clock
-        heapq.heappush(due, (max(1, request.output - 1 - done), number))
-        keys, decodes, following = keys + request.input + 1 + done, decodes + 1, following + 1
-        reserved += request.input + request.output
     if not is_open:
         while following < min(slots, len(requests)):
             arrived[following] = clock

@@ -29,9 +29,9 @@ _WAVES = 10  # and sends ten requests a slot
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs of the layouts that are looked at for the smallest that fits
 _SHOWN = ("p50", "p90", "p95", "p99")
 _OPEN_REQUESTS = 600  # of a simulation with arrivals; the first fifth is left out
-_HOST = ("step", "kernels", "casts", "eager", "expert_layers", "sequences", "prompts")
+HOST = ("step", "kernels", "casts", "eager", "expert_layers", "sequences", "prompts")
 # What a reader calls a class of work.
-_NAMES = {"dense": "products", "experts": "experts", "kv": "KV cache", "attention": "prompt attention",
+_NAMES = {"dense": "products", "experts": "experts", "packed": "experts", "kv": "KV cache", "attention": "prompt attention",
           "sums": "collectives", "sum_calls": "collectives", "tokens": "norms and casts"}  # fmt: skip
 
 
@@ -292,9 +292,9 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     engine, layout, traffic, room = answer.engine, answer.layout, answer.traffic, answer.room
     costs = StepCosts(step, weights.weigh, engine.max_batched_tokens + 2048)
     policy = engine.make_policy(room.cache / room.request * traffic.tokens)
-    requests, slots, started, shares = _make_requests(traffic, layout, engine, room, costs, policy.max_seqs)
-    run = simulate(costs, policy, requests, slots, started)
-    kept = _keep(run, requests, started, shares)
+    requests, slots, shares = make_requests(traffic, layout)
+    run = simulate(costs, policy, requests, slots)
+    kept = _keep(run, requests, shares)
     if traffic.concurrency is not None:
         most = room.max_concurrency * layout.replicas
         if traffic.concurrency > min(most, policy.max_seqs * layout.replicas):
@@ -342,47 +342,41 @@ _EVIDENCE = {
 }
 
 
-def _make_requests(
-    traffic: Traffic, layout: Deployment, engine: Engine, room: Room, costs: StepCosts, most: int
-) -> tuple[list[Request], int, int, list[float]]:
-    """Requests of one replica, its slots, how many are under way at the start, and each request's share of the means."""
+def make_requests(
+    traffic: Traffic, layout: Deployment
+) -> tuple[list[Request], int, list[float]]:
+    """Requests of one replica, its slots, and each request's share of the means."""
     replicas = layout.replicas
     draw = random.Random(0)
     if traffic.requests:
         own = list(traffic.requests[::replicas])
-        return own, 0, 0, [1.0] * len(own)
+        return own, 0, [1.0] * len(own)
     if traffic.rate is not None:
         clock, own = 0.0, []
         for _ in range(_OPEN_REQUESTS):
             clock += draw.expovariate(traffic.rate / replicas)
             own.append(Request(traffic.input, traffic.output, clock, traffic.cached))
         first = _OPEN_REQUESTS // 5
-        return own, 0, 0, [0.0] * first + [1.0] * (_OPEN_REQUESTS - first)
+        return own, 0, [0.0] * first + [1.0] * (_OPEN_REQUESTS - first)
     slots = max(1, -(-(traffic.concurrency or 1) // replicas))
-    if traffic.benchmark is None:
-        waves = 4 if slots <= 64 else 2
-        alike = Request(traffic.input, traffic.output, None, traffic.cached)
-        started = min(slots, most, max(1, room.max_concurrency))
-        count = started + max(slots * waves, 16)
-        return [alike] * count, slots, started, [0.0] * started + [1.0] * (count - started)
     waves = _WAVES if slots <= 32 else 6 if slots <= 128 else 4
-    own = [
-        Request(round(traffic.input * draw.uniform(_LEAST, 1)), max(1, round(traffic.output * draw.uniform(_LEAST, 1))), None,
-                min(traffic.cached, round(traffic.input * _LEAST) - 1))
-        for _ in range(slots * waves)
-    ]  # fmt: skip
+    least = 1.0 if traffic.benchmark is None else _LEAST
+    own = []
+    for _ in range(slots * waves):
+        size, output = (max(1, round(each * draw.uniform(least, 1))) for each in (traffic.input, traffic.output))
+        own.append(Request(size, output, None, min(traffic.cached, size - 1)))
     # Fewer waves are simulated than run: the first, in which all wait for all, keeps its weight of one tenth.
     first, others = 1 / _WAVES, (1 - 1 / _WAVES) / (waves - 1)
-    return own, slots, 0, [first] * slots + [others] * (len(own) - slots)
+    return own, slots, [first] * slots + [others] * (len(own) - slots)
 
 
 Weighted = list[tuple[float, float]]
 
 
-def _keep(run: Run, requests: Sequence[Request], started: int, shares: Sequence[float]) -> dict[str, Weighted]:
-    """Values by request with their shares; what was under way at the start does not count."""
+def _keep(run: Run, requests: Sequence[Request], shares: Sequence[float]) -> dict[str, Weighted]:
+    """Values by request with their shares."""
     found: dict[str, Weighted] = {"ttft_s": [], "tpot_s": [], "e2e_s": [], "itl_s": []}
-    for served, request, share in list(zip(run.requests, requests, shares, strict=True))[started:]:
+    for served, request, share in zip(run.requests, requests, shares, strict=True):
         found["ttft_s"].append((served.ttft, share))
         found["e2e_s"].append((served.e2e, share))
         if request.output > 1:
@@ -449,7 +443,7 @@ def _name_shares(by_class: dict[str, float]) -> dict[str, float]:
     total = sum(by_class.values())
     found: dict[str, float] = {}
     for name, seconds in by_class.items():
-        word = "host and launches" if name in _HOST else _NAMES[name]
+        word = "host and launches" if name in HOST else _NAMES[name]
         found[word] = found.get(word, 0.0) + seconds / total
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -460,6 +454,6 @@ def _find_power(device: Device, by_class: dict[str, float], gpus: int) -> Estima
         return None
     fit = load_fit()["power"]
     total = sum(by_class.values())
-    busy = sum(seconds for name, seconds in by_class.items() if name not in _HOST) / total
+    busy = sum(seconds for name, seconds in by_class.items() if name not in HOST) / total
     watts = gpus * device.tdp_w * min(1.0, max(fit["idle"], fit["base"] + fit["busy"] * busy))
     return Estimated(watts * fit["interval"][0], watts, min(watts * fit["interval"][1], gpus * device.tdp_w))

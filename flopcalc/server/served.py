@@ -31,6 +31,7 @@ class ServedWeight(NamedTuple):
     k: int
     layers: int
     bytes: float  # of one number, scales included
+    name: str  # how it is stored
     compute: str  # format of its products; empty: bf16
     kv: int = 0  # of the n outputs those of keys and values
     kv_heads: int = 0
@@ -153,7 +154,7 @@ def _count_kernels(ops: list[Op]) -> int:
 def _read_weight(op: Op, sided: TensorSplit, count: int, stored: Stored, size: int) -> ServedWeight:
     each = size / max(1, op.copies * op.n_in * op.n_out)
     return ServedWeight(
-        op.part, sided.side, op.n_out, op.n_in, count, each, stored.compute, sided.kv, sided.kv_heads, op.copies,
+        op.part, sided.side, op.n_out, op.n_in, count, each, stored.name, stored.compute, sided.kv, sided.kv_heads, op.copies,
         op.active,
     )  # fmt: skip
 

@@ -15,10 +15,10 @@ from flopcalc.planning.network import Interconnect, find_interconnect
 from flopcalc.server.served import CachedLayers, ServedModel, ServedWeight
 
 # Classes of work. Seconds at the rates of the device's kernels: dense, experts, kv, attention, sums (bytes of
-# collectives), tokens (norms, activation functions). Numbers: all others. A fit weighs each class by engine.
+# collectives), packed (experts whose weights are unpacked first), tokens (norms, activation functions). Numbers: all others. A fit weighs each class by engine.
 CLASSES = (
-    "step", "kernels", "casts", "eager", "expert_layers", "sequences", "sum_calls", "dense", "experts", "kv", "attention", "sums",
-    "tokens", "prompts",
+    "step", "kernels", "casts", "eager", "expert_layers", "sequences", "sum_calls", "dense", "experts",
+    "packed", "kv", "attention", "sums", "tokens", "prompts",
 )  # fmt: skip
 _SHARE = 0.72  # of its peak that a product keeps up on devices without measured kernels
 _ATTENTION_SHARE = 0.5
@@ -132,7 +132,8 @@ class StepModel:
         found["expert_layers"] = model.expert_layers
         for weight in model.weights:
             if weight.experts > 1:
-                found["experts"] += weight.layers * self._time_experts(weight, tokens)
+                is_packed = weight.bytes < 2 and not self._find_compute(weight)
+                found["packed" if is_packed else "experts"] += weight.layers * self._time_experts(weight, tokens)
             else:
                 found["dense"] += weight.layers * self._time_dense(weight, tokens)
         size = 2.0 * tokens * model.hidden
@@ -146,6 +147,12 @@ class StepModel:
         moved = model.hidden * (model.layers * _TOKEN_BYTES + model.routed * _ROUTED_BYTES)
         found["tokens"] = tokens * moved / rates.bandwidth
         return [found[name] for name in CLASSES]
+
+    def _find_compute(self, weight: ServedWeight) -> str:
+        """What a product is computed in; a device with fp4 multiplies mxfp4 weights by fp8."""
+        if weight.compute or weight.bytes >= 1 or weight.name != "mxfp4":
+            return weight.compute
+        return "fp8" if _find_peak(self.rates.device.id, "mxfp4")[1] == "mxfp4" else ""
 
     def _time_dense(self, weight: ServedWeight, tokens: float) -> float:
         n, k = cut_weight(weight, self.layout)
@@ -164,7 +171,7 @@ class StepModel:
         rows = min(rows * ep, rows + above * math.sqrt(rows))
         padded = max(rows, reached * min(_TILE, rows))
         moved = reached * n * k * weight.bytes + 2.0 * rows * (n + k)
-        return _join(2.0 * padded * n * k / self.rates.find_flops(weight.compute), moved / self.rates.bandwidth)
+        return _join(2.0 * padded * n * k / self.rates.find_flops(self._find_compute(weight)), moved / self.rates.bandwidth)
 
     def count_sequences(self, sequences: float) -> list[float]:
         """What grows with the sequences that get a token: the head, and the host's work."""
