@@ -242,7 +242,10 @@ def show(title: str, rows: Rows, ttft: np.ndarray, tpot: np.ndarray) -> dict[str
             held = groups == group
             covered[held] = (each[held] >= low) & (each[held] <= high)
         inside_share[name] = covered.mean()
-    print("\nInside the 90 % interval: " + ", ".join(f"{name} {100 * value:.0f} %" for name, value in inside_share.items()))
+    print(
+        "\nInside the 90 % interval: "
+        + ", ".join(f"{name} {100 * value:.0f} %" for name, value in inside_share.items())
+    )
     return {name: find_quantiles(each) for name, each in errors.items()}
 
 
@@ -256,7 +259,9 @@ def fit_power(rows: Rows, effects: np.ndarray) -> dict[str, Any]:
     power = np.array([rows.rows[i]["power"] for i in at])
     (base, slope), *_ = np.linalg.lstsq(np.stack([np.ones(len(at)), busy], 1), power, rcond=None)
     found = (base + slope * busy).clip(0.1, 1.0)
-    print(f"\nWatts: median error {100 * np.median(np.abs(found / power - 1)):.1f} % on {len(at)} rows that were fitted")
+    print(
+        f"\nWatts: median error {100 * np.median(np.abs(found / power - 1)):.1f} % on {len(at)} rows that were fitted"
+    )
     return {"base": round(float(base), 4), "busy": round(float(slope), 4), "idle": 0.1,
             "interval": find_quantiles(np.log(power / found))}  # fmt: skip
 
@@ -278,7 +283,9 @@ def main() -> None:
     for evidence, (title, keys) in names.items():
         intervals[evidence] = show(title, rows, *rows.leave_out(keys, effects))
     # Nothing measured: twice the width, in logarithms, of a GPU never seen.
-    intervals["data sheet"] = {name: [round(low**2, 3), round(high**2, 3)] for name, (low, high) in intervals["engine"].items()}
+    intervals["data sheet"] = {
+        name: [round(low**2, 3), round(high**2, 3)] for name, (low, high) in intervals["engine"].items()
+    }
     intervals.pop("model")
     power = fit_power(rows, effects)
     if given.write:

@@ -145,9 +145,7 @@ def _fill(
         if partial is None:
             number = waiting[0][0]
             request = requests[number]
-            sizes = [
-                requests[each].input + requests[each].output * policy.reserves for each in (*ready, number)
-            ]
+            sizes = [requests[each].input + requests[each].output * policy.reserves for each in (*ready, number)]
             is_full = held + sum(sizes) > policy.cache_tokens
             if decodes + len(ready) >= policy.max_seqs or (is_full and (decodes or ready)):
                 break

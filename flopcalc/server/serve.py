@@ -193,7 +193,11 @@ def _read_traffic(setup: Setup, model: ServedModel) -> Traffic:
     cached = 0
     if hit is not None:
         is_share = str(hit).endswith("%") or "." in str(hit)
-        cached = round(_read_share(hit, "prefix_hit") * lengths["input_len"]) if is_share else parse_size(hit, "prefix_hit", 0)
+        cached = (
+            round(_read_share(hit, "prefix_hit") * lengths["input_len"])
+            if is_share
+            else parse_size(hit, "prefix_hit", 0)
+        )
         cached = min(cached, lengths["input_len"] - 1)  # the last token is always computed
     if concurrency is None and rate is None:
         concurrency = 1
@@ -209,7 +213,9 @@ def _read_requests(path: str) -> tuple[Request, ...]:
                 try:
                     request = Request(int(row["input"]), int(row["output"]), float(row["arrival_s"]))
                 except (KeyError, TypeError, ValueError):
-                    raise WorkloadError(f"{path}: line {number} is not arrival_s,input,output, as 0.5,1024,128") from None
+                    raise WorkloadError(
+                        f"{path}: line {number} is not arrival_s,input,output, as 0.5,1024,128"
+                    ) from None
                 if request.input < 1 or request.output < 1 or not 0 <= (request.arrival_s or 0.0) < math.inf:
                     raise WorkloadError(f"{path}: line {number}: lengths start at 1, arrivals at 0 seconds")
                 found.append(request)
@@ -283,7 +289,11 @@ def _explain_fit(answer: ServingAnswer) -> str:
     have = f"{format_bytes(round(room.weights))} of weights on each of {answer.layout.gpus} GPUs"
     if room.cache > 0:
         have += f" leave {format_bytes(round(room.cache))} for the cache, a request takes {format_bytes(round(room.request))}"
-    where = f"the smallest layout that fits: tp {small.tp}, pp {small.pp}" if small else f"no layout up to {_SIZES[-1]} GPUs fits"
+    where = (
+        f"the smallest layout that fits: tp {small.tp}, pp {small.pp}"
+        if small
+        else f"no layout up to {_SIZES[-1]} GPUs fits"
+    )
     return f"does not fit on {answer.device.name}: {have}; {where}"
 
 
@@ -305,7 +315,9 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         if is_full:
             notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean([(value, share) for value, share in kept[name]]) for name in kept if kept[name]}
-    times = {name: _widen(weights, name, means[name], is_full and name != "tpot_s") for name in means if name != "itl_s"}
+    times = {
+        name: _widen(weights, name, means[name], is_full and name != "tpot_s") for name in means if name != "itl_s"
+    }
     outputs = _mean([(float(each.output), share) for each, share in zip(requests, shares, strict=True)])
     if traffic.concurrency is not None:
         rate = traffic.concurrency * outputs / means["e2e_s"]
@@ -342,9 +354,7 @@ _EVIDENCE = {
 }
 
 
-def make_requests(
-    traffic: Traffic, layout: Deployment
-) -> tuple[list[Request], int, list[float]]:
+def make_requests(traffic: Traffic, layout: Deployment) -> tuple[list[Request], int, list[float]]:
     """Requests of one replica, its slots, and each request's share of the means."""
     replicas = layout.replicas
     draw = random.Random(0)

@@ -146,8 +146,10 @@ def read_model(estimator: Estimator) -> ServedModel:
 def _count_kernels(ops: list[Op]) -> int:
     """Calls of a layer: engines join products of one input (queries, keys and values; gate and up)."""
     joined = {(op.name.rpartition(".")[0], op.n_in) for op in ops if op.kind == "linear"}
-    return len(joined) + sum(op.kind in ("norm", "conv", "attend") for op in ops) + (
-        any(op.kind == "product" for op in ops)
+    return (
+        len(joined)
+        + sum(op.kind in ("norm", "conv", "attend") for op in ops)
+        + (any(op.kind == "product" for op in ops))
     )
 
 

@@ -171,7 +171,9 @@ class StepModel:
         rows = min(rows * ep, rows + above * math.sqrt(rows))
         padded = max(rows, reached * min(_TILE, rows))
         moved = reached * n * k * weight.bytes + 2.0 * rows * (n + k)
-        return _join(2.0 * padded * n * k / self.rates.find_flops(self._find_compute(weight)), moved / self.rates.bandwidth)
+        return _join(
+            2.0 * padded * n * k / self.rates.find_flops(self._find_compute(weight)), moved / self.rates.bandwidth
+        )
 
     def count_sequences(self, sequences: float) -> list[float]:
         """What grows with the sequences that get a token: the head, and the host's work."""
