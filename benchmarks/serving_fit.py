@@ -3,8 +3,8 @@
     python benchmarks/serving_fit.py FOLDER            # prints the tables of docs/serving.md
     python benchmarks/serving_fit.py FOLDER --write    # and writes model_specs/serving.json
 
-FOLDER holds serving-latency.csv.gz and serving-energy.csv.gz. In a closed loop the order of a scheduler's steps does not
-depend on how long they take, so that one simulation gives each class's share of a time exactly, and a fit is a
+FOLDER holds serving-latency.csv.gz and serving-energy.csv.gz. In a closed loop the order of a scheduler's steps does
+not depend on how long they take. One simulation therefore gives each class's amount exactly, and the fit is a
 regression: time = sum of weight x amount, weights in logarithms, drawn towards those of all engines together.
 """
 
@@ -34,8 +34,8 @@ from flopcalc.setup.setup import make_setup
 
 # Seconds of one unit of each class before anything is fitted: launches and calls from the kernel tables, rates as 1.
 PRIOR = {"step": 5e-4, "kernels": 2.5e-6, "casts": 2e-6, "eager": 3e-5, "expert_layers": 2e-5, "sequences": 1e-5,
-         "sum_calls": 7e-6, "dense": 1.3, "experts": 1.3, "packed": 1.5, "kv": 1.1, "attention": 1.1, "sums": 1.5, "tokens": 1.0,
-         "prompts": 2e-2}  # fmt: skip
+         "sum_calls": 7e-6, "dense": 1.3, "experts": 1.3, "packed": 1.5, "kv": 1.1, "attention": 1.1, "sums": 1.5,
+         "tokens": 1.0, "prompts": 2e-2}  # fmt: skip
 SPREAD, ENGINE_SPREAD = 1.0, 0.15  # how far a weight may lie from the prior, and an engine's from all, in logarithms
 FREE = {"eager": 2.0, "prompts": 2.0}  # what differs more between engines
 TPOT_NOISE, TTFT_NOISE = 0.12, 0.7
@@ -292,7 +292,8 @@ def main() -> None:
         data = {
             "schema": 1,
             "provenance": {
-                "source": "ai-dynamo/aiconfigurator: systems/silicon_sample.csv, which copies SemiAnalysisAI/InferenceX; ML.ENERGY leaderboard data of 2026-02",
+                "source": "ai-dynamo/aiconfigurator: systems/silicon_sample.csv, which copies SemiAnalysisAI/InferenceX; "
+                "ML.ENERGY leaderboard data of 2026-02",
                 "licence": "Apache-2.0", "made_by": "python benchmarks/serving_fit.py FOLDER --write",
                 "rows": len(rows.rows),
             },

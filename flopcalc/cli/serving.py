@@ -16,7 +16,7 @@ from flopcalc.setup.setup import make_setup
 @click.command(cls=Command)
 @takes_setup("serving")
 @format_options("table", "json")
-def serving(model: str, style: str, output: str | None, given: dict[str, Any]) -> None:  # noqa: ARG001
+def serving(model: str, style: str, output: str | None, given: dict[str, Any]) -> None:
     """A model behind a serving engine: what fits, latency, tokens per second and cost.
 
     A list in --concurrency gives a row for each. Examples:

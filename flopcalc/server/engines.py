@@ -82,9 +82,9 @@ def find_engine(text: str, device: Device, ranks: int = 1) -> Engine:
             mib = max(mib, reserve["least"]) if memory > reserve["least_above_gib"] else mib
             fraction = round(1 - mib / (1024 * memory), 3) if memory else 0.88
         return Engine(
-            name, table["name"], version, table["mixes"], table["chunks"], table["reserves"], table["profiles"], table["budget"],
-            table["overhead_gib"], table["rank_gib"], release["graph_gib"], table["block_size"], limits["max_batched_tokens"],
-            limits["max_seqs"], fraction, table["flags"], table.get("cache_of", {}),
+            name, table["name"], version, table["mixes"], table["chunks"], table["reserves"], table["profiles"],
+            table["budget"], table["overhead_gib"], table["rank_gib"], release["graph_gib"], table["block_size"],
+            limits["max_batched_tokens"], limits["max_seqs"], fraction, table["flags"], table.get("cache_of", {}),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError) as error:
         raise SpecError(f"model_specs/engines/{name}.toml: {error} is wrong or missing") from None

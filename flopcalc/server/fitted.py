@@ -1,4 +1,4 @@
-"""Weights of a step's classes of work by engine and generation of GPU, and how far answers lie off; data with a source."""
+"""Weights of a step's classes of work by engine and GPU generation, and the intervals of answers, from data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Weights(NamedTuple):
     intervals: dict[str, tuple[float, float]]  # quantity -> factors to the low and the high end
 
     def weigh(self, amounts: Sequence[float]) -> float:
-        return sum(map(mul, self.values, amounts))
+        return math.fsum(map(mul, self.values, amounts))
 
 
 @cache

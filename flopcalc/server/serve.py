@@ -31,8 +31,8 @@ _SHOWN = ("p50", "p90", "p95", "p99")
 _OPEN_REQUESTS = 600  # of a simulation with arrivals; the first fifth is left out
 HOST = ("step", "kernels", "casts", "eager", "expert_layers", "sequences", "prompts")
 # What a reader calls a class of work.
-_NAMES = {"dense": "products", "experts": "experts", "packed": "experts", "kv": "KV cache", "attention": "prompt attention",
-          "sums": "collectives", "sum_calls": "collectives", "tokens": "norms and casts"}  # fmt: skip
+_NAMES = {"dense": "products", "experts": "experts", "packed": "experts", "kv": "KV cache", "sums": "collectives",
+          "attention": "prompt attention", "sum_calls": "collectives", "tokens": "norms and casts"}  # fmt: skip
 
 
 class Estimated(NamedTuple):
@@ -186,8 +186,8 @@ def _read_traffic(setup: Setup, model: ServedModel) -> Traffic:
             raise WorkloadError(f"serving needs {spell(name, 'N')}: tokens of a request")
     if model.longest and lengths["input_len"] + lengths["output_len"] > model.longest:
         raise WorkloadError(
-            f"{lengths['input_len']:,} + {lengths['output_len']:,} tokens are more than the {model.longest:,} positions of "
-            f"{model.name}"
+            f"{lengths['input_len']:,} + {lengths['output_len']:,} tokens are more than the {model.longest:,} "
+            f"positions of {model.name}"
         )
     hit = setup.get("prefix_hit")
     cached = 0
@@ -241,7 +241,7 @@ def _choose_layout(
     gpus = setup.place.gpus
     if not given and gpus is None:
         layout = _find_smallest(model, device, engine, traffic.tokens) or Deployment()
-        notes.append(f"no layout is given: tp {layout.tp}, the smallest that fits" if layout.gpus > 1 else "one GPU")
+        notes.append(f"no layout is given: {layout.gpus} GPU{'s' * (layout.gpus > 1)}, the fewest that hold the model")
         return layout
     if gpus is not None and "tp" not in given:
         others = given.get("dp", 1) * given.get("pp", 1)
@@ -288,7 +288,8 @@ def _explain_fit(answer: ServingAnswer) -> str:
     room, small = answer.room, answer.smallest
     have = f"{format_bytes(round(room.weights))} of weights on each of {answer.layout.gpus} GPUs"
     if room.cache > 0:
-        have += f" leave {format_bytes(round(room.cache))} for the cache, a request takes {format_bytes(round(room.request))}"
+        have += f" leave {format_bytes(round(room.cache))} for the cache"
+        have += f", a request takes {format_bytes(round(room.request))}"
     where = (
         f"the smallest layout that fits: tp {small.tp}, pp {small.pp}"
         if small
@@ -326,7 +327,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     low, high = weights.intervals["tpot_s"]
     times["tokens_per_s"] = Estimated(rate / high, rate, rate / low)
     times["tokens_per_s_per_gpu"] = Estimated(*(value / layout.gpus for value in (rate / high, rate, rate / low)))
-    by_class = _split(step, run, requests, weights, traffic, engine)
+    by_class = _split(step, run, requests, weights)
     power = _find_power(answer.device, by_class, layout.gpus)
     if power is not None:
         times["power_w"] = power
@@ -362,7 +363,7 @@ def make_requests(traffic: Traffic, layout: Deployment) -> tuple[list[Request], 
         own = list(traffic.requests[::replicas])
         return own, 0, [1.0] * len(own)
     if traffic.rate is not None:
-        clock, own = 0.0, []
+        clock, own = 0.0, list[Request]()
         for _ in range(_OPEN_REQUESTS):
             clock += draw.expovariate(traffic.rate / replicas)
             own.append(Request(traffic.input, traffic.output, clock, traffic.cached))
@@ -376,8 +377,8 @@ def make_requests(traffic: Traffic, layout: Deployment) -> tuple[list[Request], 
         size, output = (max(1, round(each * draw.uniform(least, 1))) for each in (traffic.input, traffic.output))
         own.append(Request(size, output, None, min(traffic.cached, size - 1)))
     # Fewer waves are simulated than run: the first, in which all wait for all, keeps its weight of one tenth.
-    first, others = 1 / _WAVES, (1 - 1 / _WAVES) / (waves - 1)
-    return own, slots, [first] * slots + [others] * (len(own) - slots)
+    share, others = 1 / _WAVES, (1 - 1 / _WAVES) / (waves - 1)
+    return own, slots, [share] * slots + [others] * (len(own) - slots)
 
 
 Weighted = list[tuple[float, float]]
@@ -427,9 +428,7 @@ def _is_saturated(run: Run, requests: Sequence[Request]) -> bool:
     return bool(after > 1.5 * before and after > 0.1 * lasted)
 
 
-def _split(
-    step: StepModel, run: Run, requests: Sequence[Request], weights: Weights, traffic: Traffic, engine: Engine
-) -> dict[str, float]:
+def _split(step: StepModel, run: Run, requests: Sequence[Request], weights: Weights) -> dict[str, float]:
     """Seconds of the run's mean step by class: decodes at the mean load, and the prompts that came between."""
     output = sum(each.output for each in requests) / len(requests)
     prompt = sum(each.input - each.cached for each in requests) / len(requests)

@@ -9,8 +9,8 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Op, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.formats import Stored, make_plain
 from flopcalc.core.recipe.numbers import count_cache_bytes, find_sizes
-from flopcalc.prediction.tensor_parallel import TensorSplit, count_chains, find_sides, find_widths
 from flopcalc.prediction.memory.tensors import find_reach
+from flopcalc.prediction.tensor_parallel import TensorSplit, count_chains, find_sides, find_widths
 from flopcalc.prediction.work import Side
 
 CacheKind = Literal["full", "window", "latent", "state"]
@@ -156,8 +156,8 @@ def _count_kernels(ops: list[Op]) -> int:
 def _read_weight(op: Op, sided: TensorSplit, count: int, stored: Stored, size: int) -> ServedWeight:
     each = size / max(1, op.copies * op.n_in * op.n_out)
     return ServedWeight(
-        op.part, sided.side, op.n_out, op.n_in, count, each, stored.name, stored.compute, sided.kv, sided.kv_heads, op.copies,
-        op.active,
+        op.part, sided.side, op.n_out, op.n_in, count, each, stored.name, stored.compute, sided.kv, sided.kv_heads,
+        op.copies, op.active,
     )  # fmt: skip
 
 

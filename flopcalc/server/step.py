@@ -14,8 +14,9 @@ from flopcalc.hardware.systems import System, load_system
 from flopcalc.planning.network import Interconnect, find_interconnect
 from flopcalc.server.served import CachedLayers, ServedModel, ServedWeight
 
-# Classes of work. Seconds at the rates of the device's kernels: dense, experts, kv, attention, sums (bytes of
-# collectives), packed (experts whose weights are unpacked first), tokens (norms, activation functions). Numbers: all others. A fit weighs each class by engine.
+# Classes of work, which a fit weighs by engine. Seconds at the rates of the device's kernels: dense, experts, packed
+# (experts whose weights are unpacked first), kv, attention, sums (bytes of collectives), tokens (norms, activation
+# functions). Numbers: all others.
 CLASSES = (
     "step", "kernels", "casts", "eager", "expert_layers", "sequences", "sum_calls", "dense", "experts",
     "packed", "kv", "attention", "sums", "tokens", "prompts",
@@ -184,7 +185,7 @@ class StepModel:
         return [found[name] for name in CLASSES]
 
     def time_keys(self) -> tuple[float, float, tuple[tuple[float, int], ...]]:
-        """Seconds of reading one cached token, of one sequence's states, and of a token and the length of each window."""
+        """Seconds of reading one cached token, one sequence's states, and a token of each window, with its length."""
         token = state = 0.0
         windows = []
         for layers in self.model.cached:
