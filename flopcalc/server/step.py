@@ -237,7 +237,7 @@ class StepCosts:
         self.pair = weigh(_place("attention", pair))
         self.bounded = [(weigh(_place("attention", seconds)), length) for seconds, length in bounded]
         self.eager = weigh(_place("eager", float(step.model.kernels)))  # steps with prompts are launched call by call
-        self.prompt = weigh(_place("prompts", 1.0))
+        self.prompt = weigh(_place("prompts", float(step.model.kernels)))  # passes by while others decode
         self.zero = self.prompt * 0
 
     def run(self, prompt: Sequence[tuple[int, int]], decodes: int, keys: float) -> Any:
