@@ -36,8 +36,8 @@ from flopcalc.setup.setup import make_setup
 PRIOR = {"step": 5e-4, "kernels": 2.5e-6, "casts": 2e-6, "eager": 3e-5, "expert_layers": 2e-5, "sequences": 1e-5,
          "sum_calls": 7e-6, "dense": 1.3, "experts": 1.3, "packed": 1.5, "kv": 1.1, "attention": 1.1, "sums": 1.5,
          "tokens": 1.0, "prompts": 1e-4}  # fmt: skip
-SPREAD, ENGINE_SPREAD = 1.0, 0.15  # how far a weight may lie from the prior, and an engine's from all, in logarithms
-FREE = {"eager": 2.0, "prompts": 2.0}  # what differs more between engines
+SPREAD, ENGINE_SPREAD = 1.0, 0.1  # how far a weight may lie from the prior, and an engine's from all, in logarithms
+FREE = {"eager": 3.0, "prompts": 3.0, "sequences": 6.0}  # what differs more between engines
 TPOT_NOISE, TTFT_NOISE = 0.12, 0.7
 PULL = 3.0
 FAMILIES = {"vllm": "0.14", "trtllm": "1.2"}  # releases before these are fitted apart

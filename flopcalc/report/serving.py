@@ -41,7 +41,7 @@ def format_answer(found: ServingAnswer) -> str:
 
 def format_curve(answers: Sequence[ServingAnswer]) -> str:
     """A row for each concurrency."""
-    lines = [*wrap(_describe(answers[0]), rest="  "), *_describe_room(answers[0]), ""]
+    lines = [*wrap(_describe(answers[0], has_load=False), rest="  "), *_describe_room(answers[0]), ""]
     rows = []
     for found in answers:
         cells = [f"{found.traffic.concurrency:,}"]
@@ -58,15 +58,18 @@ def format_curve(answers: Sequence[ServingAnswer]) -> str:
     return "\n".join(lines)
 
 
-def _describe(found: ServingAnswer) -> str:
+def _describe(found: ServingAnswer, has_load: bool = True) -> str:
     layout, traffic = found.layout, found.traffic
     degrees = " ".join(f"{name} {degree}" for name, degree in layout._asdict().items() if degree > 1) or "one GPU"
     version = f" {found.engine.version}" if found.engine.version else ""
     where = f"{found.model}, {found.engine.name}{version} on {layout.gpus} × {found.device.name} ({degrees})"
     if traffic.requests:
         return f"{where}: {len(traffic.requests):,} requests of a file"
+    lengths = f"{where}: {traffic.input:,} tokens in, {traffic.output:,} out"
+    if not has_load:
+        return lengths
     load = f"{traffic.rate:g} requests/s" if traffic.rate is not None else f"concurrency {traffic.concurrency:,}"
-    return f"{where}: {traffic.input:,} tokens in, {traffic.output:,} out, {load}"
+    return f"{lengths}, {load}"
 
 
 def _describe_room(found: ServingAnswer) -> list[str]:
