@@ -143,7 +143,9 @@ def test_schedule(
 
 def test_answer() -> None:
     found = flopcalc.serving("llama-3.1-8b", **_ASKED).to_dict()
-    assert found["fits"] and found["gpus"] == 1 and found["evidence"] == "engine and GPU"
+    assert found["fits"]
+    assert found["gpus"] == 1
+    assert found["evidence"] == "engine and GPU"
     for name in ("ttft_s", "tpot_s", "e2e_s", "tokens_per_s", "tokens_per_s_per_gpu", "power_w"):
         assert 0 < found[name]["low"] < found[name]["mid"] < found[name]["high"]
     mid = {name: found[name]["mid"] for name in ("ttft_s", "tpot_s", "e2e_s", "tokens_per_s")}
@@ -179,18 +181,21 @@ def test_more_takes_longer(name: str, fewer: dict[str, Any], more: dict[str, Any
 
 def test_too_much_load_has_no_upper_end() -> None:
     found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "concurrency": None, "rate": 500}).to_dict()
-    assert found["ttft_s"]["high"] is None and found["tpot_s"]["high"] is not None
+    assert found["ttft_s"]["high"] is None
+    assert found["tpot_s"]["high"] is not None
     assert any("without bound" in note for note in found["notes"])
 
 
 def test_one_token_has_no_time_between_tokens() -> None:
     found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "output_len": 1}).to_dict()
-    assert found["tpot_s"] is None and found["ttft_s"]["mid"] == found["e2e_s"]["mid"]
+    assert found["tpot_s"] is None
+    assert found["ttft_s"]["mid"] == found["e2e_s"]["mid"]
 
 
 def test_what_does_not_fit() -> None:
     found = flopcalc.serving("llama-3.1-405b", **{**_ASKED, "tp": 8}).to_dict()
-    assert not found["fits"] and found["ttft_s"] is None
+    assert not found["fits"]
+    assert found["ttft_s"] is None
     assert found["smallest_layout"] == {"tp": 8, "dp": 1, "pp": 2, "ep": 1}
 
 
