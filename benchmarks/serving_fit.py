@@ -190,9 +190,10 @@ def read_energy(path: str) -> list[tuple[dict[str, Any], np.ndarray]]:
             costs = load_costs(name, line["weights_format"], None, line["device"], layout, 8192)
             batch = float(line["batch_mean"]) / layout.dp
             tpot = costs.decode(batch, batch * (PROMPT + float(line["output_tokens_mean"]) / 2), 1)  # type: ignore[arg-type]
+            limit = find_device(line["device"]).tdp_w or 1
             row = {"model": name, "device": line["device"], "engine": f"vllm@{line['engine_version']}",
                    "tpot_s": float(line["itl_p50_ms"]) / 1e3, "group": f"{name} · {line['device']} · vllm (energy)",
-                   "power": float(line["power_w"]) / int(line["gpus"]) / (find_device(line["device"]).tdp_w or 1)}  # fmt: skip
+                   "power": float(line["power_w"]) / int(line["gpus"]) / limit}  # fmt: skip
             found.append((row, tpot))
     return found
 
@@ -292,8 +293,8 @@ def main() -> None:
         data = {
             "schema": 1,
             "provenance": {
-                "source": "ai-dynamo/aiconfigurator: systems/silicon_sample.csv, which copies SemiAnalysisAI/InferenceX; "
-                "ML.ENERGY leaderboard data of 2026-02",
+                "source": "ai-dynamo/aiconfigurator: systems/silicon_sample.csv, which copies "
+                "SemiAnalysisAI/InferenceX; ML.ENERGY leaderboard data of 2026-02",
                 "licence": "Apache-2.0", "made_by": "python benchmarks/serving_fit.py FOLDER --write",
                 "rows": len(rows.rows),
             },

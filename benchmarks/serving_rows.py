@@ -10,8 +10,8 @@ from typing import Any
 # Names in the rows -> presets.
 MODELS = {
     "DeepSeek-R1": "deepseek-r1", "Kimi-K2.5": "kimi-k2.5", "Llama-3.1-8B": "llama-3.1-8b",
-    "MiniMax-M2.5": "minimax-m2", "Qwen3-235B-A22B": "qwen3-235b-a22b", "Qwen3-32B": "qwen3-32b", "Qwen3.5-397B-A17B": "qwen3.5-397b-a17b",
-    "gpt-oss-120b": "gpt-oss-120b",
+    "MiniMax-M2.5": "minimax-m2", "Qwen3-235B-A22B": "qwen3-235b-a22b", "Qwen3-32B": "qwen3-32b",
+    "Qwen3.5-397B-A17B": "qwen3.5-397b-a17b", "gpt-oss-120b": "gpt-oss-120b",
 }  # fmt: skip
 
 
