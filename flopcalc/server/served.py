@@ -94,8 +94,11 @@ def read_model(estimator: Estimator) -> ServedModel:
     stages = [stage for stage in estimator.stages if stage.group == "language"]
     widths = find_widths(estimator)
     layers = sum(len(stage.layers) for stage in stages if stage.repeated)
-    if not layers:
-        raise WorkloadError(f"{estimator.source.name} has no repeated language layers: no engine serves it")
+    name, config = estimator.source.name, estimator.source.config
+    if not layers or estimator.is_diffusion:
+        raise WorkloadError(f"{name} has no repeated language layers: no engine serves it")
+    if config.get("is_encoder_decoder"):
+        raise WorkloadError(f"{name} is an encoder-decoder: serving takes decoders alone")
     has_experts = any(op.copies > 1 for stage in stages for chain in stage.kinds for op in iterate(chain))
     weights: list[ServedWeight] = []
     cached: list[CachedLayers] = []
@@ -130,13 +133,15 @@ def read_model(estimator: Estimator) -> ServedModel:
                 elif op.kind != "embed":
                     other += own
             casts += count * sum(bool(compute) for compute in joined.values())
+    if not cached:
+        raise WorkloadError(f"{name} caches nothing, so it does not generate: serving takes decoders alone")
     sums += expert_layers  # shared experts are added before the sum over ranks
     shared = [weight for weight in weights if weight.side == "row" and weight.part == "mlp"]
     sums -= min(expert_layers, sum(weight.layers for weight in shared)) if expert_layers and shared else 0
     head = next((weight for weight in weights if weight.part == "lm_head"), None)
-    longest = estimator.source.config.get("max_position_embeddings", 0)
+    longest = config.get("max_position_embeddings", 0)
     return ServedModel(
-        estimator.source.name, layers, widths[stages[-1].path] if stages else 0,
+        name, layers, widths[stages[-1].path] if stages else 0,
         tuple(weight for weight in weights if weight.part != "lm_head"), head, _merge(cached), embedding, other,
         count_cache_bytes(estimator.formats, 1 << 20) / (1 << 20), expert_layers,
         kernels, casts, sums, longest if isinstance(longest, int) else 0,

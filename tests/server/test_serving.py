@@ -221,6 +221,18 @@ def test_bad_questions(changes: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("flux.1-dev", "no engine serves it"), ("t5-v1.1-xl", "is an encoder-decoder"),
+        ("modernbert-base", "caches nothing"), ("convnext-tiny-224", "no engine serves it"),
+    ],
+)  # fmt: skip
+def test_models_that_no_engine_serves(model: str, text: str) -> None:
+    with pytest.raises(FlopcalcError, match=text):
+        flopcalc.serving(model, device="h100", input_len=64, output_len=64)
+
+
+@pytest.mark.parametrize(
     ("model", "engine", "device", "evidence"),
     [
         ("gpt-oss-120b", "vllm", "b200-sxm", "pairing"),
