@@ -8,7 +8,7 @@ from flopcalc._moved import install_old_paths
 from flopcalc._version import __version__
 
 if TYPE_CHECKING:
-    from flopcalc.api import bind, estimate_flops, plan, predict, translate
+    from flopcalc.api import bind, estimate_flops, plan, predict, serving, translate
     from flopcalc.base.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
     from flopcalc.compat import calculate_mfu, get_gpu_peak_flops, profile_model_flops
     from flopcalc.core.estimate.estimate import Estimate, Estimator
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flopcalc.planning.local import local_flops
     from flopcalc.planning.plan import Plan
     from flopcalc.prediction.step import Prediction
+    from flopcalc.server.serve import ServingAnswer
 
 __all__ = [
     "__version__",
@@ -32,7 +33,7 @@ __all__ = [
     # share of the hardware
     "mfu", "hfu", "Utilization", "peak_flops_per_s", "translate", "Translation",
     # seconds, bytes and money
-    "predict", "Prediction", "plan", "Plan", "local_flops",
+    "predict", "Prediction", "plan", "Plan", "local_flops", "serving", "ServingAnswer",
     # in the training loop
     "TrainingMonitor",
     # older names that training code still imports
@@ -44,7 +45,7 @@ __all__ = [
 
 # Public name -> module: loaded when first used, so that the command line starts with what it needs alone.
 _HOMES = {
-    "api": ("estimate_flops", "bind", "translate", "predict", "plan"),
+    "api": ("estimate_flops", "bind", "translate", "predict", "plan", "serving"),
     "compat": ("profile_model_flops", "calculate_mfu", "get_gpu_peak_flops"),
     "core.estimate.estimate": ("Estimate", "Estimator"),
     "core.workload.workload": ("Workload", "make_workload"),
@@ -54,6 +55,7 @@ _HOMES = {
     "hardware.devices": ("peak_flops_per_s",),
     "prediction.step": ("Prediction",),
     "planning.plan": ("Plan",),
+    "server.serve": ("ServingAnswer",),
     "planning.local": ("local_flops",),
     "monitor.training": ("TrainingMonitor",),
     "monitor.precise": ("calculate_mfu_with_profiler", "calculate_precise_mfu"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flopcalc.core.estimate.translation import Translation
     from flopcalc.planning.plan import Plan
     from flopcalc.prediction.step import Prediction
+    from flopcalc.server.serve import ServingAnswer
 
 
 def bind(
@@ -210,3 +211,16 @@ def plan(model: Any = None, workload: Workload | None = None, **setup: Unpack[Se
     from flopcalc.planning.plan import plan_setup
 
     return plan_setup(from_keywords("plan", model, setup, workload))
+
+
+def serving(model: Any = None, **setup: Unpack[SetupKeywords]) -> ServingAnswer:
+    """A model behind a serving engine under a load: what fits, time to first token, tokens per second, cost.
+
+        serving("llama-3.1-8b", device="h100", tp=1, input_len=1024, output_len=256, concurrency=32).to_dict()
+
+    `engine` is vllm (the default), sglang or trtllm, as in "vllm@0.15.1". The load is a `concurrency`, a `rate` in
+    requests per second, or a file of `requests`.
+    """
+    from flopcalc.server.serve import serve_setup
+
+    return serve_setup(from_keywords("serving", model, setup))

@@ -22,6 +22,7 @@ _COMMANDS = {
     "translate": ("flopcalc.cli.translate", "Convert a quoted MFU between conventions, or find its convention."),
     "predict": ("flopcalc.cli.predict", "Time and memory of one step on a GPU, and what limits it."),
     "plan": ("flopcalc.cli.plan", "The best layouts of a training run on many GPUs, with time and cost."),
+    "serving": ("flopcalc.cli.serving", "What fits, latency, tokens per second and cost of a serving engine."),
     "explain": ("flopcalc.cli.explain", "The formula of an operation, with its numbers."),
     "models": ("flopcalc.cli.catalogue", "Supported model families and presets."),
     "devices": ("flopcalc.cli.catalogue", "Known GPUs and other devices, with their dense peaks."),

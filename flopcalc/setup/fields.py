@@ -33,15 +33,17 @@ if TYPE_CHECKING:
 else:
     Lora = Recipe = Any  # only type checkers read them
 
-Command = Literal["estimate", "compare", "explain", "translate", "predict", "plan", "bind", "crosscheck"]
+Command = Literal["estimate", "compare", "explain", "translate", "predict", "plan", "bind", "crosscheck", "serving"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
-_LETTERS = dict(zip("ECXTPLBK", COMMANDS, strict=True))
-Group = Literal["model", "work", "media", "training", "formats", "hardware", "layout", "output"]
+_LETTERS = dict(zip("ECXTPLBKS", COMMANDS, strict=True))
+Group = Literal["model", "work", "media", "traffic", "engine", "training", "formats", "hardware", "layout", "output"]
 # Sections of --help and of the page's form, the common ones first.
 GROUPS: dict[Group, str] = {
     "model": "Model",
     "work": "Work",
     "media": "Images and sound",
+    "traffic": "Traffic",
+    "engine": "Serving engine",
     "training": "What trains",
     "formats": "Number formats",
     "hardware": "Hardware",
@@ -93,9 +95,9 @@ class SetupKeywords(TypedDict, total=False):
     """What estimate_flops, bind, predict, plan and translate take by keyword; `flopcalc schema` prints it."""
 
     # model
-    model_type: Annotated[str, Field("Read the config as this model type, instead of its own.", "model", _ALL + "K", metavar="TYPE", also="as")]
-    spec: Annotated[str | os.PathLike[str], Field("Add your own spec (TOML) for its model_type.", "model", _ALL, "path", "FILE")]
-    download: Annotated[bool, Field("Fetch a hub id's config.json if it is not in the cache.", "model", _ALL + "K", "flag")]
+    model_type: Annotated[str, Field("Read the config as this model type, instead of its own.", "model", _ALL + "KS", metavar="TYPE", also="as")]
+    spec: Annotated[str | os.PathLike[str], Field("Add your own spec (TOML) for its model_type.", "model", _ALL + "S", "path", "FILE")]
+    download: Annotated[bool, Field("Fetch a hub id's config.json if it is not in the cache.", "model", _ALL + "KS", "flag")]
     head: Annotated[str, Field("The model's head, instead of the one that its config names; N: labels (default: the config's).", "model", _ALL, metavar="lm|none|sequence:N|token:N")]
     mtp: Annotated[int | bool | str, Field("Layers of multi-token prediction: as many as the config says, or N.", "model", _ALL, "mtp", "[N]")]
     trace: Annotated[bool, Field("Count HF's own code instead of a spec and cache the result (needs torch once).", "model", "ECT", "flag")]
@@ -123,6 +125,20 @@ class SetupKeywords(TypedDict, total=False):
     audio: Annotated[Iterable[Number], Field("An audio clip per sample, in seconds; repeatable.", "media", _PLAN, "seconds", "SECONDS")]
     max_pixels: Annotated[Size, Field("max_pixels of the image processor (default: from its config).", "media", _PLAN, "size", "N")]
     clips: Annotated[Iterable[int], Field("Audio clips of the whole batch, in frames of the feature extractor.", "media", "EXTP", "sizes", in_doors=False)]
+    # traffic
+    input_len: Annotated[Size, Field("Tokens of a prompt; 8k is 8,192.", "traffic", "S", "size", "N")]
+    output_len: Annotated[Size, Field("Tokens of an answer.", "traffic", "S", "size", "N")]
+    concurrency: Annotated[Size, Field("Requests in flight in the whole deployment; a new one comes when one ends.", "traffic", "S", "size", "N", default="1")]
+    rate: Annotated[Number, Field("Requests per second, at random times (Poisson), instead of a concurrency.", "traffic", "S", "number", "R")]
+    requests: Annotated[str | os.PathLike[str], Field("CSV file of requests: arrival_s,input,output.", "traffic", "S", "path", "FILE")]
+    prefix_hit: Annotated[Number, Field("Tokens, or a share such as 60%, of each prompt that the cache holds.", "traffic", "S", "share", "N|SHARE")]
+    benchmark: Annotated[str, Field("inferencex: lengths from 80 to 100 %, ten requests a slot, all start at once (default: fixed lengths, steady state).", "traffic", "S", "word", words=("inferencex",))]
+    # serving engine
+    engine: Annotated[str, Field("Serving engine: vllm, sglang or trtllm, with its version if you know it.", "engine", "S", metavar="NAME[@VERSION]", default="vllm")]
+    max_batched_tokens: Annotated[Size, Field("Most tokens of one step (default: the engine's).", "engine", "S", "size", "N")]
+    max_seqs: Annotated[Size, Field("Most requests that run at once on an attention rank (default: the engine's).", "engine", "S", "size", "N")]
+    memory_fraction: Annotated[Number, Field("Share of the memory that the engine takes, as it defines it (default: the engine's).", "engine", "S", "share", "SHARE")]
+    engine_args: Annotated[str, Field("Further flags as the engine spells them; unknown ones are named in a note.", "engine", "S", metavar="TEXT")]
     # what trains
     freeze: Annotated[Texts, Field("Freeze what matches: a glob of module paths, or vision|audio|projector|language; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
     train_only: Annotated[Texts, Field("Train only what matches: patterns as for freezing; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
@@ -134,12 +150,12 @@ class SetupKeywords(TypedDict, total=False):
     # number formats
     compute: Annotated[str, Field("Number format of matrix products, such as bf16, fp16, tf32, fp32 or fp8.", "formats", _ALL, metavar="FORMAT")]
     dtype: Annotated[str, Field("The same as compute; a dtype in the config wins over the default, bf16.", "formats", _ALL, metavar="FORMAT")]
-    weights: Annotated[str, Field("Number format of stored weights, such as bf16, fp8, int4-g128 or nf4-double.", "formats", _ALL, metavar="FORMAT")]
-    kv_cache: Annotated[str, Field("Number format of cached keys and values, such as bf16 or fp8.", "formats", "ECXTPB", metavar="FORMAT")]
+    weights: Annotated[str, Field("Number format of stored weights, such as bf16, fp8, int4-g128 or nf4-double.", "formats", _ALL + "S", metavar="FORMAT")]
+    kv_cache: Annotated[str, Field("Number format of cached keys and values, such as bf16 or fp8.", "formats", "ECXTPBS", metavar="FORMAT")]
     autocast: Annotated[bool | str, Field("Matrix products run under torch.autocast, in bf16.", "formats", _ALL, "flag")]
     # hardware
-    device: Annotated[str | None, Field("GPU whose peaks and kernels are used; auto: the one in this machine.", "hardware", _ALL, metavar="NAME")]
-    gpus: Annotated[Size, Field("GPUs of the job; a step is that of all of them.", "hardware", "ECXTPL", "size", "N", default="1", also="num-devices")]
+    device: Annotated[str | None, Field("GPU whose peaks and kernels are used; auto: the one in this machine.", "hardware", _ALL + "S", metavar="NAME")]
+    gpus: Annotated[Size, Field("GPUs of the job; a step is that of all of them.", "hardware", "ECXTPLS", "size", "N", default="1", also="num-devices")]
     step_time_s: Annotated[Number, Field("Measured time of one step, such as 0.5 or 500ms; gives MFU and HFU.", "hardware", "EC", "number", "TIME")]
     tokens_per_second: Annotated[Number, Field("Measured tokens per second of all GPUs, such as 12k; gives MFU and HFU.", "hardware", "ECT", "number", "N")]
     peak: Annotated[Number | Mapping[str, float], Field("Dense peak of one device, instead of the table's: 989T for all, or bf16=989T,fp8=1979T.", "hardware", "ECT", "peak", "FLOPS_PER_S")]
@@ -152,18 +168,18 @@ class SetupKeywords(TypedDict, total=False):
     transformers: Annotated[str, Field("Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.", "hardware", "P", metavar="VERSION")]
     pause_s: Annotated[Number, Field("How long the host does something else after each step.", "hardware", "P", "value", in_doors=False)]
     # layout on many GPUs
-    tp: Annotated[Degree, Field("Tensor parallel: GPUs that share each layer.", "layout", "ECTL", "degrees", "N[,N…]")]
-    pp: Annotated[Degree, Field("Pipeline stages.", "layout", "ECTL", "degrees", "N[,N…]")]
+    tp: Annotated[Degree, Field("Tensor parallel: GPUs that share each layer.", "layout", "ECTLS", "degrees", "N[,N…]")]
+    pp: Annotated[Degree, Field("Pipeline stages.", "layout", "ECTLS", "degrees", "N[,N…]")]
     cp: Annotated[Degree, Field("Context parallel: GPUs that share a sequence.", "layout", "ECTL", "degrees", "N[,N…]")]
-    dp: Annotated[Degree, Field("Data-parallel replicas.", "layout", "L", "degrees", "N[,N…]")]
+    dp: Annotated[Degree, Field("Data-parallel replicas.", "layout", "LS", "degrees", "N[,N…]")]
     virtual: Annotated[Degree, Field("Chunks of layers per stage (interleaved pipeline).", "layout", "L", "degrees", "N[,N…]")]
-    ep: Annotated[Degree, Field("Expert parallel: GPUs that share a layer's experts.", "layout", "L", "degrees", "N[,N…]")]
+    ep: Annotated[Degree, Field("Expert parallel: GPUs that share a layer's experts.", "layout", "LS", "degrees", "N[,N…]")]
     zero: Annotated[Degree, Field("ZeRO stage 0 to 3; 3 is FSDP.", "layout", "L", "degrees", "N[,N…]")]
     micro_batch: Annotated[Degree, Field("Sequences that a replica processes at once.", "layout", "L", "degrees", "N[,N…]")]
     expert_imbalance: Annotated[Number, Field("Rows on the busiest rank of experts, relative to the mean.", "layout", "L", "number", "R", default="1")]
     overlap: Annotated[str, Field("none: communication is never hidden behind computation.", "layout", "L", metavar="all|none", default="all")]
     interconnect: Annotated[str, Field("Network between the GPUs (default: the GPU's usual one).", "layout", "L", metavar="NAME")]
-    price: Annotated[Number, Field("Price of one GPU-hour in USD (default: a dated price, if known).", "layout", "L", "number", "USD")]
+    price: Annotated[Number, Field("Price of one GPU-hour in USD (default: a dated price, if known).", "layout", "LS", "number", "USD")]
     # output
     convention: Annotated[Convention, Field("Count what the model needs (for MFU), what HF's eager code executes (full), or what the kernels execute (hardware, for HFU).", "output", "ECXB", "word", words=CONVENTIONS, default="model")]
     tokens: Annotated[Number, Field("Tokens of a whole run, such as 15T; gives steps, FLOPs and GPU-hours.", "output", "EL", "tokens", "N|2T|300B")]

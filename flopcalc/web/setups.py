@@ -55,7 +55,10 @@ class Page(NamedTuple):
 
 
 def list_page_fields() -> list[str]:
-    return [name for name, field in FIELDS.items() if field.in_doors and name not in _ELSEWHERE] + [PLAN_RECOMPUTE]
+    """The fields that a view of the page takes."""
+    views = set(_VIEWS.values())
+    taken = {name for name, field in FIELDS.items() if field.in_doors and views & set(field.commands)}
+    return [name for name in FIELDS if name in taken and name not in _ELSEWHERE] + [PLAN_RECOMPUTE]
 
 
 def describe_form(words: Mapping[str, tuple[str, ...]]) -> list[dict[str, Any]]:

@@ -1,0 +1,99 @@
+"""A ServingAnswer in, text out: what fits, latency with its interval, tokens per second, money."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flopcalc.base.text_table import format_grid, wrap
+from flopcalc.base.units import format_bytes, format_seconds
+from flopcalc.server.serve import Estimated, ServingAnswer
+
+_LATENCIES = {"ttft_s": "time to first token", "tpot_s": "time per output token", "e2e_s": "end to end"}
+_RATES = {"tokens_per_s": "tokens/s", "tokens_per_s_per_gpu": "tokens/s per GPU", "power_w": "watts"}
+
+
+def format_answer(found: ServingAnswer) -> str:
+    """One deployment under one load, on one screen."""
+    lines = [*wrap(_describe(found), rest="  "), *_describe_room(found), ""]
+    if found.times:
+        rows = [_make_row(name, key, found) for key, name in _LATENCIES.items() if key in found.times]
+        gaps = found.percentiles.get("itl_s")
+        if gaps:
+            rows.append(["between tokens", "", "", *(format_seconds(value) for value in gaps.values())])
+        lines += [format_grid(["", "mean", "90 % interval", "p50", "p90", "p95", "p99"], rows, keys=1), ""]
+        for key, name in _RATES.items():
+            if key in found.times:
+                value = found.times[key]
+                lines.append(f"{name}: {value.mid:,.0f} ({value.low:,.0f} … {value.high or 0:,.0f})")
+        if found.usd is not None:
+            lines += wrap(
+                f"cost: ${found.usd['per_million_output_tokens']:,.3g} per million output tokens, "
+                f"${found.usd['per_hour']:,.2f} an hour ({found.price})",
+                rest="  ",
+            )
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items() if share >= 0.005)
+        lines += wrap(f"time goes: {parts}", rest="  ")
+        lines.append(f"evidence: {found.evidence}")
+    for note in found.notes:
+        lines += wrap(f"note: {note}", rest="  ")
+    return "\n".join(lines)
+
+
+def format_curve(answers: Sequence[ServingAnswer]) -> str:
+    """A row for each concurrency."""
+    lines = [*wrap(_describe(answers[0], has_load=False), rest="  "), *_describe_room(answers[0]), ""]
+    rows = []
+    for found in answers:
+        cells = [f"{found.traffic.concurrency:,}"]
+        for key in _LATENCIES:
+            cells.append(format_seconds(found.times[key].mid) if key in found.times else "-")
+        for key in ("tokens_per_s", "tokens_per_s_per_gpu"):
+            cells.append(f"{found.times[key].mid:,.0f}" if key in found.times else "-")
+        cells.append("-" if found.usd is None else f"{found.usd['per_million_output_tokens']:,.3g}")
+        rows.append(cells)
+    headers = ["concurrency", "TTFT", "TPOT", "end to end", "tokens/s", "per GPU", "$ per 1M output"]
+    lines += [format_grid(headers, rows, keys=1), ""]
+    for note in dict.fromkeys(note for found in answers for note in found.notes):
+        lines += wrap(f"note: {note}", rest="  ")
+    return "\n".join(lines)
+
+
+def _describe(found: ServingAnswer, has_load: bool = True) -> str:
+    layout, traffic = found.layout, found.traffic
+    degrees = " ".join(f"{name} {degree}" for name, degree in layout._asdict().items() if degree > 1) or "one GPU"
+    version = f" {found.engine.version}" if found.engine.version else ""
+    where = f"{found.model}, {found.engine.name}{version} on {layout.gpus} × {found.device.name} ({degrees})"
+    if traffic.requests:
+        return f"{where}: {len(traffic.requests):,} requests of a file"
+    lengths = f"{where}: {traffic.input:,} tokens in, {traffic.output:,} out"
+    if not has_load:
+        return lengths
+    load = f"{traffic.rate:g} requests/s" if traffic.rate is not None else f"concurrency {traffic.concurrency:,}"
+    return f"{lengths}, {load}"
+
+
+def _describe_room(found: ServingAnswer) -> list[str]:
+    room = found.room
+    kinds = ", ".join(
+        f"{kind} {format_bytes(round(size))} a {'sequence' if kind == 'state' else 'token'}"
+        for kind, size in room.by_kind.items()
+    )
+    return [
+        *wrap(
+            f"memory of a GPU: {format_bytes(round(room.total))}, weights {format_bytes(round(room.weights))}, "
+            f"KV cache {format_bytes(max(0, round(room.cache)))} ({kinds})",
+            rest="  ",
+        ),
+        *wrap(
+            f"the cache of a rank holds {room.tokens:,} tokens in {room.blocks:,} blocks of {room.block_size}: "
+            f"{room.max_concurrency:,} requests of this length; the longest context is {found.longest:,} tokens",
+            rest="  ",
+        ),
+    ]
+
+
+def _make_row(name: str, key: str, found: ServingAnswer) -> list[str]:
+    value: Estimated = found.times[key]
+    high = "unbounded" if value.high is None else format_seconds(value.high)
+    shown = [format_seconds(each) for each in found.percentiles[key].values()]
+    return [name, format_seconds(value.mid), f"{format_seconds(value.low)} … {high}", *shown]

@@ -1,0 +1,110 @@
+"""Serving engines: their defaults by release and device, from model_specs/engines."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from flopcalc.base.data import find_data_dir, list_data_files, load_toml
+from flopcalc.base.errors import SpecError, WorkloadError
+from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import check_word
+from flopcalc.hardware.devices import Device
+from flopcalc.server.schedule import Policy
+
+
+class Engine(NamedTuple):
+    """One release of an engine, with its defaults on a device."""
+
+    id: str
+    name: str
+    version: str  # empty: the newest that is known
+    mixes: bool
+    chunks: bool
+    reserves: bool
+    profiles: bool  # a trial step's activations are taken off the cache
+    budget: Literal["total", "free"]
+    overhead_gib: float
+    rank_gib: float
+    graph_gib: float
+    block_size: int
+    max_batched_tokens: int
+    max_seqs: int
+    memory_fraction: float
+    flags: Mapping[str, str]
+    cache_of: Mapping[str, str]  # format of weights -> format of the cache that checkpoints of it ask for
+    interval: int = 1
+
+    def make_policy(self, cache_tokens: float) -> Policy:
+        return Policy(self.max_batched_tokens, self.max_seqs, cache_tokens, self.mixes, self.chunks, self.reserves,
+                      self.interval)  # fmt: skip
+
+
+@cache
+def _load(name: str) -> dict[str, Any]:
+    return load_toml(os.path.join(find_data_dir(), "engines", f"{name}.toml"))
+
+
+def list_engines() -> tuple[str, ...]:
+    return tuple(sorted(list_data_files("engines")))
+
+
+def split_version(text: str) -> tuple[int, ...]:
+    """0.5.6.post2 -> (0, 5, 6): what releases are ordered by; a name without numbers is the newest."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", text)
+    return tuple(int(part) for part in found[1].split(".")) if found else (1 << 30,)
+
+
+def find_engine(text: str, device: Device, ranks: int = 1) -> Engine:
+    """vllm, or vllm@0.15.1, with the defaults of that release on a device."""
+    name, _, version = text.partition("@")
+    name = check_word(name, list_engines(), "engine", WorkloadError, suggests=True)
+    table = _load(name)
+    own, memory = split_version(version), device.memory_gb or 0.0
+    try:
+        release = [each for each in table["release"] if split_version(each["since"]) <= own][-1]
+        limits = [
+            each
+            for each in table["limits"]
+            if each.get("memory_gib", 0) <= memory
+            and split_version(each.get("since", "0")) <= own
+            and not device.id.startswith(each.get("not_device", " "))
+        ][-1]
+        fraction = release.get("memory_fraction")
+        if fraction is None:
+            reserve = release["reserve_mib"]
+            mib = reserve["base"] + reserve["token"] * limits["max_batched_tokens"] + reserve["rank"] * ranks
+            mib += reserve["sequence"] * limits["graph_seqs"]
+            mib = max(mib, reserve["least"]) if memory > reserve["least_above_gib"] else mib
+            fraction = round(1 - mib / (1024 * memory), 3) if memory else 0.88
+        return Engine(
+            name, table["name"], version, table["mixes"], table["chunks"], table["reserves"], table["profiles"],
+            table["budget"], table["overhead_gib"], table["rank_gib"], release["graph_gib"], table["block_size"],
+            limits["max_batched_tokens"], limits["max_seqs"], fraction, table["flags"], table.get("cache_of", {}),
+        )  # fmt: skip
+    except (KeyError, IndexError, TypeError) as error:
+        raise SpecError(f"model_specs/engines/{name}.toml: {error} is wrong or missing") from None
+
+
+def read_flags(engine: Engine, text: str) -> tuple[dict[str, str], list[str]]:
+    """Flags as an engine spells them: fields with their values, and a note on each flag that is not read."""
+    found: dict[str, str] = {}
+    unread: list[str] = []
+    words = [part for word in shlex.split(text) for part in (word.split("=", 1) if word.startswith("-") else [word])]
+    at = 0
+    while at < len(words):
+        word, at = words[at], at + 1
+        has_value = at < len(words) and not re.match(r"--?[a-zA-Z]", words[at])
+        if word in engine.flags:
+            if not has_value:
+                raise WorkloadError(f"{spell('engine_args')}: {word} has no value")
+            found[engine.flags[word]] = words[at]
+        else:
+            unread.append(word)
+        at += has_value
+    notes = [f"{spell('engine_args')}: not read: {', '.join(unread)}"] if unread else []
+    return found, notes

@@ -1,0 +1,268 @@
+"""What a deployment holds, how its scheduler makes steps, and what `flopcalc serving` answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import flopcalc
+from flopcalc.base.errors import FlopcalcError
+from flopcalc.cli import main
+from flopcalc.cli.serving import serving as command
+from flopcalc.hardware.devices import find_device
+from flopcalc.server.engines import find_engine, read_flags
+from flopcalc.server.fitted import find_weights
+from flopcalc.server.kv import count_weights, find_room
+from flopcalc.server.schedule import Policy, Request, simulate
+from flopcalc.server.served import ServedModel, read_model
+from flopcalc.server.step import CLASSES, Deployment, count_distinct
+
+_ASKED: dict[str, Any] = {"device": "h100", "tp": 1, "input_len": 1024, "output_len": 128, "concurrency": 8}
+
+
+def _read(name: str, weights: str = "bf16", kv_cache: str = "bf16") -> ServedModel:
+    return read_model(flopcalc.bind(name, weights=weights, kv_cache=kv_cache))
+
+
+# Bytes that one attention rank keeps of a token: layers x numbers x bytes; kv heads are copied where tp is larger.
+@pytest.mark.parametrize(
+    ("name", "kv_cache", "tp", "expected"),
+    [
+        ("llama-3.1-8b", "bf16", 1, 32 * 2 * 8 * 128 * 2),
+        ("llama-3.1-8b", "bf16", 8, 32 * 2 * 1 * 128 * 2),
+        ("llama-3.1-8b", "fp8", 16, 32 * 2 * 1 * 128),
+        ("deepseek-r1", "fp8", 8, 61 * 576),  # latents lie on every rank
+        ("gpt-oss-120b", "bf16", 1, 36 * 2 * 8 * 64 * 2),  # pages of windows count too
+        ("qwen3.5-397b-a17b", "bf16", 1, 15 * 2 * 2 * 256 * 2),  # linear attention keeps states instead
+    ],
+)
+def test_bytes_of_a_token(name: str, kv_cache: str, tp: int, expected: int) -> None:
+    device = find_device("h200")
+    room = find_room(_read(name, "fp8", kv_cache), Deployment(tp=tp), device, find_engine("vllm", device), 2048)
+    assert room.bytes_per_token == expected
+
+
+# What engines logged: vllm-project/vllm issues 45178 and 21348.
+@pytest.mark.parametrize(
+    ("name", "weights", "kv_cache", "engine", "device", "layout", "fraction", "logged"),
+    [
+        ("minimax-m2", "nvfp4", "fp8", "vllm@0.19", "b200", Deployment(dp=2, ep=2), 0.9, 769_888),
+        ("qwen3-235b-a22b", "fp8-block", "bf16", "sglang@0.4.9", "h100", Deployment(tp=4), 0.93, 367_404),
+    ],
+)
+def test_cache_as_engines_log_it(
+    name: str, weights: str, kv_cache: str, engine: str, device: str, layout: Deployment, fraction: float, logged: int
+) -> None:  # fmt: skip
+    found = find_device(device)
+    chosen = find_engine(engine, found, layout.tp)._replace(memory_fraction=fraction)
+    room = find_room(_read(name, weights, kv_cache), layout, found, chosen, 2048)
+    assert room.tokens == pytest.approx(logged, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"), [(Deployment(tp=8), 1.0), (Deployment(tp=8, ep=8), 1.0), (Deployment(tp=1, dp=8, ep=8), 1.2)]
+)
+def test_weights_of_a_rank(layout: Deployment, share: float) -> None:
+    """Every rank of tensor parallel attention holds an eighth; with data parallel attention, all of the attention."""
+    model = _read("deepseek-r1", "fp8-block")
+    eighth = count_weights(model, Deployment()) / 8
+    assert count_weights(model, layout) / eighth == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "tokens", "seqs", "fraction"),
+    [
+        ("vllm@0.15.1", "h100", 8192, 1024, 0.9),
+        ("vllm", "b200", 16384, 1024, 0.92),
+        ("vllm@0.11.1", "a100-sxm-80gb", 2048, 256, 0.9),
+        ("sglang@0.5.9", "b200", 16384, 2048, 0.858),
+        ("trtllm@1.2.0rc6", "h200", 8192, 2048, 0.9),
+    ],
+)
+def test_engine_defaults(engine: str, device: str, tokens: int, seqs: int, fraction: float) -> None:
+    found = find_engine(engine, find_device(device))
+    assert (found.max_batched_tokens, found.max_seqs, found.memory_fraction) == (tokens, seqs, fraction)
+
+
+def test_flags_of_an_engine() -> None:
+    engine = find_engine("vllm", find_device("h100"))
+    found, notes = read_flags(engine, "--max-num-seqs 64 --gpu-memory-utilization=0.95 --enforce-eager -tp 2")
+    assert found == {"max_seqs": "64", "memory_fraction": "0.95", "tp": "2"}
+    assert notes == ["engine_args: not read: --enforce-eager"]
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 8.0), (2, 15.75), (1e9, 256.0)])
+def test_distinct_experts(tokens: float, expected: float) -> None:
+    assert count_distinct(256, 8, tokens) == pytest.approx(expected)
+
+
+class _Clock:
+    """A step takes one second, and a millisecond more for each token of a prompt."""
+
+    zero = prompt = 0.0
+
+    def run(self, prompt: list[tuple[int, int]], decodes: int, keys: float) -> float:  # noqa: ARG002
+        return 1.0 + sum(size for size, _ in prompt) / 1000
+
+    def decode(self, decodes: int, keys: float, steps: int) -> float:  # noqa: ARG002
+        return 1.0 * steps
+
+
+# (time to first token, end to end) of each request, in seconds.
+@pytest.mark.parametrize(
+    ("policy", "requests", "slots", "expected"),
+    [
+        # Two prompts share a step, then four decodes follow.
+        (Policy(4096, 8, 1e9), [Request(1000, 5)] * 2, 2, [(3.0, 7.0)] * 2),
+        # A step holds one prompt: the second runs beside the first one's decode.
+        (Policy(1001, 8, 1e9, chunks=False), [Request(1000, 3)] * 2, 2, [(2.0, 5.0), (4.0, 6.0)]),
+        # Decodes wait while prompts run.
+        (Policy(1000, 8, 1e9, mixes=False), [Request(1000, 3)] * 2, 2, [(2.0, 6.0), (4.0, 6.0)]),
+        # A prompt in three chunks.
+        (Policy(400, 8, 1e9), [Request(1000, 2)], 1, [(4.0, 5.0)]),
+        # One place: the second waits until the first has ended.
+        (Policy(4096, 1, 1e9), [Request(1000, 3)] * 2, 2, [(2.0, 4.0), (6.0, 8.0)]),
+        # The cache holds one request.
+        (Policy(4096, 8, 1500, reserves=True), [Request(1000, 3)] * 2, 2, [(2.0, 4.0), (6.0, 8.0)]),
+        # Of the prompt 900 tokens are cached.
+        (Policy(4096, 8, 1e9), [Request(1000, 1, None, 900)], 1, [(1.1, 1.1)]),
+        # Arrivals: the second comes while the first decodes.
+        (Policy(4096, 8, 1e9), [Request(1000, 5, 0.0), Request(1000, 2, 2.5)], 0, [(2.0, 7.0), (2.5, 3.5)]),
+    ],
+)
+def test_schedule(
+    policy: Policy, requests: list[Request], slots: int, expected: list[tuple[float, float]]
+) -> None:  # fmt: skip
+    run = simulate(_Clock(), policy, requests, slots)  # type: ignore[arg-type]  # what simulate asks of StepCosts
+    assert [pytest.approx(pair) for pair in expected] == [tuple(served) for served in run.requests]
+
+
+def test_answer() -> None:
+    found = flopcalc.serving("llama-3.1-8b", **_ASKED).to_dict()
+    assert found["fits"]
+    assert found["gpus"] == 1
+    assert found["evidence"] == "engine and GPU"
+    for name in ("ttft_s", "tpot_s", "e2e_s", "tokens_per_s", "tokens_per_s_per_gpu", "power_w"):
+        assert 0 < found[name]["low"] < found[name]["mid"] < found[name]["high"]
+    mid = {name: found[name]["mid"] for name in ("ttft_s", "tpot_s", "e2e_s", "tokens_per_s")}
+    assert mid["e2e_s"] == pytest.approx(mid["ttft_s"] + 127 * mid["tpot_s"])
+    assert mid["tokens_per_s"] == pytest.approx(8 * 128 / mid["e2e_s"])
+    assert mid["tpot_s"] > 16.06e9 / 3.35e12  # all weights are read once a step
+    for values in found["percentiles"].values():
+        assert list(values) == ["p50", "p90", "p95", "p99"]
+        assert sorted(values.values()) == list(values.values())
+    assert sum(found["time_shares"].values()) == pytest.approx(1)
+
+
+def _mid(name: str, **changes: Any) -> float:
+    value = flopcalc.serving("llama-3.1-8b", **{**_ASKED, **changes}).times[name].mid
+    return float(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fewer", "more"),
+    [
+        ("tpot_s", {}, {"concurrency": 64}),
+        ("tpot_s", {"tp": 4}, {}),
+        ("tpot_s", {"weights": "fp8"}, {}),
+        ("ttft_s", {}, {"input_len": 8192}),
+        ("ttft_s", {"prefix_hit": "60%"}, {}),
+        ("ttft_s", {"concurrency": None, "rate": 1}, {"concurrency": None, "rate": 20}),
+        ("tokens_per_s", {}, {"concurrency": 64}),
+    ],
+)
+def test_more_takes_longer(name: str, fewer: dict[str, Any], more: dict[str, Any]) -> None:
+    assert _mid(name, **fewer) < _mid(name, **more)
+
+
+def test_too_much_load_has_no_upper_end() -> None:
+    found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "concurrency": None, "rate": 500}).to_dict()
+    assert found["ttft_s"]["high"] is None
+    assert found["tpot_s"]["high"] is not None
+    assert any("without bound" in note for note in found["notes"])
+
+
+def test_one_token_has_no_time_between_tokens() -> None:
+    found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "output_len": 1}).to_dict()
+    assert found["tpot_s"] is None
+    assert found["ttft_s"]["mid"] == found["e2e_s"]["mid"]
+
+
+def test_what_does_not_fit() -> None:
+    found = flopcalc.serving("llama-3.1-405b", **{**_ASKED, "tp": 8}).to_dict()
+    assert not found["fits"]
+    assert found["ttft_s"] is None
+    assert found["smallest_layout"] == {"tp": 8, "dp": 1, "pp": 2, "ep": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tp": 3}, "tp=3 does not divide the 32 heads of llama-3.1-8b"),
+        ({"ep": 2}, "ep=2: llama-3.1-8b has no experts"),
+        ({"engine": "vlm"}, "vllm"),
+        ({"rate": 2}, "concurrency and rate each say the load: give one"),
+        ({"output_len": None}, "serving needs output_len=N"),
+        ({"memory_fraction": 1.5}, "memory_fraction is a share between 0 and 1"),
+        ({"input_len": 200_000}, "more than the 131,072 positions"),
+        ({"seq_len": 5}, "serving takes no seq_len"),
+        ({"device": None}, "on which device"),
+        ({"gpus": 4}, "gpus=4 is not tp · dp · pp = 1"),
+    ],
+)
+def test_bad_questions(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(FlopcalcError) as error:
+        flopcalc.serving("llama-3.1-8b", **{**_ASKED, **changes})
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("flux.1-dev", "no engine serves it"), ("t5-v1.1-xl", "is an encoder-decoder"),
+        ("modernbert-base", "caches nothing"), ("convnext-tiny-224", "no engine serves it"),
+    ],
+)  # fmt: skip
+def test_models_that_no_engine_serves(model: str, text: str) -> None:
+    with pytest.raises(FlopcalcError, match=text):
+        flopcalc.serving(model, device="h100", input_len=64, output_len=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "device", "evidence"),
+    [
+        ("gpt-oss-120b", "vllm", "b200-sxm", "pairing"),
+        ("llama-3.1-8b", "vllm", "b200-sxm", "engine and GPU"),
+        ("llama-3.1-8b", "vllm", "gb300", "engine"),
+        ("llama-3.1-8b", "vllm", "l40s", "data sheet"),
+    ],
+)
+def test_evidence(model: str, engine: str, device: str, evidence: str) -> None:
+    weights = find_weights(model, engine, "", device)
+    assert weights.evidence == evidence
+    assert len(weights.values) == len(CLASSES)
+
+
+def test_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "requests.csv"
+    file.write_text("arrival_s,input,output\n0,512,16\n0.5,256,8\n", encoding="utf-8")
+    shown = CliRunner().invoke(
+        command, ["llama-3.1-8b", "--device", "h100", "--tp", "1", "--requests", str(file), "--json"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.output)["ttft_s"]["mid"] > 0
+    curve = CliRunner().invoke(
+        command, ["llama-3.1-8b", "--device", "h100", "--input-len", "1k", "--output-len", "64", "--concurrency", "1,4"]
+    )
+    assert [line.split()[0] for line in curve.output.splitlines() if line.startswith("   ")][-2:] == ["1", "4"]
+
+
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["serving", "llama-3.1-8b", "--device", "h100", "--tp", "3", "--input-len", "8", "--output-len", "8"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "flopcalc: --tp 3 does not divide the 32 heads of llama-3.1-8b\n"
