@@ -84,8 +84,25 @@ _PRICE = Unit({"$": 1, "usd": 1, **_DECIMAL.suffixes}, "2.5 or 2.50$", " USD")
 _PLAIN = Unit({}, "")
 # Every field whose value may have a suffix; all others take plain numbers.
 UNITS = {
-    **dict.fromkeys(("seq", "text", "context", "decoder_seq", "lengths", "gpus", "batch", "global_batch", "input_len",
-                     "output_len", "concurrency", "max_batched_tokens", "max_seqs", "prefix_hit"), _BINARY),
+    **dict.fromkeys(
+        (
+            "seq",
+            "text",
+            "context",
+            "decoder_seq",
+            "lengths",
+            "gpus",
+            "batch",
+            "global_batch",
+            "input_len",
+            "output_len",
+            "concurrency",
+            "max_batched_tokens",
+            "max_seqs",
+            "prefix_hit",
+        ),
+        _BINARY,
+    ),
     **dict.fromkeys(("tokens", "tokens_per_second", "peak", "tflops", "max_pixels"), _DECIMAL),
     "price": _PRICE,
     **dict.fromkeys(("step_time", "audio", "video", "pause_s"), _TIME),

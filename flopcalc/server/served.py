@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 from flopcalc.base.errors import WorkloadError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Op, Stage, Weighted, iterate, join
-from flopcalc.core.recipe.formats import Stored, make_plain
+from flopcalc.core.recipe.formats import StoredFormat, make_plain
 from flopcalc.core.recipe.numbers import count_cache_bytes, find_sizes
 from flopcalc.prediction.memory.tensors import find_reach
-from flopcalc.prediction.tensor_parallel import TensorSplit, count_chains, find_sides, find_widths
+from flopcalc.prediction.tensor_parallel import TensorSplit, count_chains, find_sides
 from flopcalc.prediction.work import Side
 
 CacheKind = Literal["full", "window", "latent", "state"]
@@ -92,7 +92,6 @@ class ServedModel(NamedTuple):
 def read_model(estimator: Estimator) -> ServedModel:
     """What an engine serves of a bound model: text in, text out; towers are held and not computed."""
     stages = [stage for stage in estimator.stages if stage.group == "language"]
-    widths = find_widths(estimator)
     layers = sum(len(stage.layers) for stage in stages if stage.repeated)
     name, config = estimator.source.name, estimator.source.config
     if not layers or estimator.is_diffusion:
@@ -108,7 +107,7 @@ def read_model(estimator: Estimator) -> ServedModel:
         is_language = stage.group == "language"
         for chain, count in count_chains(stage).items():
             ops = list(iterate(chain))
-            sides = find_sides(ops, widths[stage.path])
+            sides = find_sides(ops)
             kernels += count * _count_kernels(ops) * is_language
             expert_layers += count * (is_language and any(op.copies > 1 for op in ops))
             joined: dict[tuple[str, int, int], str] = {}
@@ -141,7 +140,7 @@ def read_model(estimator: Estimator) -> ServedModel:
     head = next((weight for weight in weights if weight.part == "lm_head"), None)
     longest = config.get("max_position_embeddings", 0)
     return ServedModel(
-        name, layers, widths[stages[-1].path] if stages else 0,
+        name, layers, stages[-1].width if stages else 0,
         tuple(weight for weight in weights if weight.part != "lm_head"), head, _merge(cached), embedding, other,
         count_cache_bytes(estimator.formats, 1 << 20) / (1 << 20), expert_layers,
         kernels, casts, sums, longest if isinstance(longest, int) else 0,
@@ -158,7 +157,7 @@ def _count_kernels(ops: list[Op]) -> int:
     )
 
 
-def _read_weight(op: Op, sided: TensorSplit, count: int, stored: Stored, size: int) -> ServedWeight:
+def _read_weight(op: Op, sided: TensorSplit, count: int, stored: StoredFormat, size: int) -> ServedWeight:
     each = size / max(1, op.copies * op.n_in * op.n_out)
     return ServedWeight(
         op.part, sided.side, op.n_out, op.n_in, count, each, stored.name, stored.compute, sided.kv, sided.kv_heads,
@@ -166,7 +165,7 @@ def _read_weight(op: Op, sided: TensorSplit, count: int, stored: Stored, size: i
     )  # fmt: skip
 
 
-def _find_stored(estimator: Estimator, op: Weighted, stage: Stage, has_experts: bool) -> Stored:
+def _find_stored(estimator: Estimator, op: Weighted, stage: Stage, has_experts: bool) -> StoredFormat:
     """How a weight is stored; a format of four bits leaves out what published checkpoints leave out."""
     path = join(f"{stage.path}.0" if stage.repeated else stage.path, op.name)
     asked = estimator.formats.weights

@@ -150,13 +150,8 @@ def predict_step(
 def bind_counted(name: str, routing: Any) -> Estimator:
     """A counted step's model under `--convention hardware --device h200`; `routing` is for models with experts."""
     config = ROUND.get_counted_config(name)
-    return bind(
-        config,
-        convention="hardware",
-        device="h200",
-        attention_kernel="auto",
-        routing=routing if find_random(config) is not None else None,
-    )
+    given = {"routing": routing} if find_random(config) is not None else {}
+    return bind(config, convention="hardware", device="h200", attention_kernel="auto", **given)
 
 
 def count_executed(name: str, routing: object = "even") -> int:
