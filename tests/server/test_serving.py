@@ -46,7 +46,8 @@ def test_bytes_of_a_token(name: str, kv_cache: str, tp: int, expected: int) -> N
     assert room.bytes_per_token == expected
 
 
-# What engines logged: vllm-project/vllm issues 45178 and 21348.
+# What engines logged: vllm-project/vllm issues 45178 and 21348. The first does not say its memory fraction and cache
+# format: those are assumed. SGLang's overhead was set from the second, so that row only guards against changes.
 @pytest.mark.parametrize(
     ("name", "weights", "kv_cache", "engine", "device", "layout", "fraction", "logged"),
     [
