@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
@@ -10,6 +9,7 @@ import click
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import takes_setup
 from flopcalc.cli.pages import format_options
+from flopcalc.cli.streams import show_json
 from flopcalc.setup.setup import make_setup
 
 
@@ -35,6 +35,6 @@ def serving(model: str, style: str, output: str | None, given: dict[str, Any]) -
     if style == "json":
         shown = [answer.to_dict() for answer in answers]
         whole = shown[0] if len(shown) == 1 else {"schema": 1, "rows": shown}
-        click.echo(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False))
+        show_json(whole)
     else:
         click.echo(format_answer(answers[0]) if len(answers) == 1 else format_curve(answers))
