@@ -53,7 +53,7 @@ def _answer(asked: Mapping[str, object], progress: Progress | None) -> Answer:
         "flops": _answer_flops, "export": _answer_export, "conventions": _answer_conventions,
         "translate": _answer_translate, "time": _answer_time, "memory": _answer_memory, "roofline": _answer_roofline,
     }  # fmt: skip
-    if what not in known:
+    if not isinstance(what, str) or what not in known:
         raise FlopcalcError(f"no such question: {format_value(what)}")
     return known[what](page)
 

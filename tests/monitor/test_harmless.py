@@ -390,8 +390,8 @@ SHELLS = {
     "TrainingMonitor.log_step", "TrainingMonitor._see_start", "TrainingMonitor._see_end",
     "TrainingMonitor._fail", "TrainingMonitor._is_copy", "TrainingMonitor.__enter__", "TrainingMonitor.__exit__",
     "StepContext.__init__", "StepContext.__enter__", "StepContext.__exit__", "StepContext.log",
-    "BeforeForward.__call__", "AfterForward.__call__", "InsideForward.__call__", "Watched.__init__",
-    "Watched.__iter__", "Messages.say", "warn",
+    "BeforeForward.__call__", "AfterForward.__call__", "InsideForward.__call__", "WatchedLoader.__init__",
+    "WatchedLoader.__iter__", "Messages.say", "warn",
 }  # fmt: skip
 
 
@@ -464,6 +464,12 @@ def is_ours(frame: types.FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(MONITOR) and frame.f_code.co_filename != SETTINGS
 
 
+def is_of_settings(frame: types.FrameType) -> bool:
+    """Called by the settings, or by what they call to make a value."""
+    callers = [frame.f_back, frame.f_back and frame.f_back.f_back]
+    return any(each is not None and each.f_code.co_filename == SETTINGS for each in callers)
+
+
 def name_code(code: types.CodeType) -> str:
     return f"{os.path.relpath(code.co_filename, PACKAGE)}:{code.co_qualname}"
 
@@ -492,7 +498,7 @@ def run_with_failure(folder: Path, mode: str, target: types.CodeType) -> tuple[O
 
     def fail(frame: types.FrameType, event: str, _value: Any) -> None:
         nonlocal count
-        if event == "call" and frame.f_code is target and frame.f_back and frame.f_back.f_code.co_filename != SETTINGS:
+        if event == "call" and frame.f_code is target and not is_of_settings(frame):
             count += 1
             raise Injected(target.co_qualname)
 

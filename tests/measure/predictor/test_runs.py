@@ -371,7 +371,7 @@ def test_what_cannot_be_calibrated_with_half_of_the_steps_is_said(
     with pytest.raises(CalibrationError, match="too little was measured"):  # no small steps at all
         predictor.calibrate_predictor(str(tmp_path))
     _fake(monkeypatch, _list_results([case for case in _read_measured() if case.get("phase") != "decode"]))
-    with pytest.raises(CalibrationError, match="no small steps of phase decode; --retry-failed measures"):
+    with pytest.raises(CalibrationError, match="no small steps of phase decode; retry_failed measures"):
         predictor.calibrate_predictor(str(tmp_path))
     assert not list(tmp_path.glob("*.json"))
 
