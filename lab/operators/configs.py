@@ -123,6 +123,12 @@ def ungroup(config: Json) -> Json:
     return out
 
 
+def has_groups(config: Json) -> bool:
+    """Whether heads share keys, in the language model."""
+    own = config.get("text_config", config)
+    return own.get("num_key_value_heads") != own.get("num_attention_heads")
+
+
 def retype(config: Json, model_type: str) -> Json:
     """The same with a language model of another type."""
     return {**config, "text_config": {**config["text_config"], "model_type": model_type}}
@@ -227,7 +233,8 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
         seen.add(signature)
         configs = [base]
         for more, factors in enumerate(((2, 1, 3, 10), (8, 4, 5, 14, 2), (2, 2, 2, 6)), 1):
-            configs.append(lengthen(resize(base, *factors, is_all=more > 1), more))
+            if len(factors) == 4 or has_groups(base):
+                configs.append(lengthen(resize(base, *factors, is_all=more > 1), more))
         for other in example.configs:
             if other is not tiny and _inner_types(other) == _inner_types(tiny):
                 with suppress(FlopcalcError):
@@ -238,7 +245,21 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
 
 def make_tiny(example: Example, tiny: Json, preset: Json) -> Json:
     """A tiny config with a published one's flags, large enough to show what real ones do."""
-    return round_heads(example, widen(deepen(put_flags(tiny, preset))))
+    config = put_flags(tiny, preset)
+    if find_share(config) != find_share(tiny):
+        config = fit_sections(config)
+    return round_heads(example, widen(deepen(config)))
+
+
+def fit_sections(config: Json) -> Json:
+    """Heads so much longer that sections which filled a whole one fill the share that is rotated."""
+    share = find_share(config)
+    out = resize(config, share.denominator, 1, 1, 0)
+    rope = out.get("text_config", out).get("rope_parameters") or {}
+    if "mrope_section" not in rope:
+        return config
+    rope["mrope_section"] = [entry * share.numerator // share.denominator for entry in rope["mrope_section"]]
+    return out
 
 
 def list_stand_ins(example: Example, preset: Json) -> Iterator[Json]:
