@@ -50,6 +50,7 @@ NOT_REACHED = {
     "t5gemma": ["decoder.vocab_size"],
     "unlimited_ocr": ["text_config.num_attention_heads"],  # HF's eager attention repeats no keys, its others do
 }
+TIED = ("textnet-body",)  # every size of it must fit another
 # Words of refusals that are no fault if HF runs, because a count would be wrong: a spec says what it leaves out, HF
 # drops what one of two lists has more, a size would be 0 or a fraction, the workload's images are of another size,
 # a second width or head that HF would build is not described.
@@ -147,4 +148,4 @@ def test_values(model_type: str) -> None:
             if not compare({**named, **changed}, load, {}, traced).is_equal:
                 wrong.append(f"{said}: counted otherwise")
     assert not wrong, "\n".join(wrong)
-    assert taken > 0
+    assert taken > 0 or model_type in TIED
