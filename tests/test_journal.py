@@ -9,6 +9,7 @@ from pathlib import Path
 import journal
 import pytest
 from places import HELPERS
+from relevance import find_unconcerned
 
 SUITE = """
 import os, pytest
@@ -115,6 +116,42 @@ def test_another_tree_begins_anew(suite: pytest.Pytester) -> None:
     git(suite.path, "commit", "-m", "second")
     assert run(suite)[0] == NAMES
     assert run(suite)[0] == []
+
+
+def test_a_run_goes_on_after_a_change_that_concerns_few(suite: pytest.Pytester) -> None:
+    """Light tests run again, and heavy ones of the file or the type that changed."""
+    run(suite)
+    other = suite.path / "tests" / "test_more.py"
+    for text, expected in (("", NAMES[:1] + NAMES[4:]), ("# changed\n", NAMES)):
+        other.write_text("def test_more(): pass\n")
+        (suite.path / "tests" / "test_suite.py").write_text(text + SUITE)
+        git(suite.path, "add", ".")
+        git(suite.path, "commit", "-m", "tests")
+        ran, printed, code = run(suite)
+        assert [name for name in ran if not name.startswith("tests/")] == expected
+        assert ("3 heavy tests that the changes since do not concern" in printed) == (expected != NAMES)
+        assert (code, "6 passed, 1 skipped, 0 failed, 0 left" in printed) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (["docs/proof.md", "changelog.d/x.md"], (False, False, False)),
+        (["model_specs/specs/mistral.toml"], (False, True, False)),
+        (["model_specs/specs/llama.toml"], (True, True, False)),  # mistral builds on it
+        (["tests/lab/test_b.py"], (False, False, True)),
+        (["lab/truth/recording.py"], (False, False, True)),
+        (["tests/helpers/journal.py"], (False, False, False)),
+        (["tests/helpers/browser.py"], (True, True, True)),
+        (["flopcalc/core/model/ops.py"], (True, True, True)),
+        (["constraints.txt", "docs/a.md"], (True, True, True)),
+        (["unheard.of"], (True, True, True)),
+    ],
+)
+def test_what_a_change_concerns(changed: list[str], expected: tuple[bool, ...]) -> None:
+    cases = ("tests/a/test_a.py::test_a[llama]", "tests/a/test_a.py::test_a[mistral]", "tests/lab/test_b.py::test_b[x]")
+    free = find_unconcerned(cases, changed)
+    assert tuple(case not in free for case in cases) == expected
 
 
 def test_files_that_change_during_a_run_are_said(suite: pytest.Pytester) -> None:

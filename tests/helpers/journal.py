@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 from places import ROOT
-from relevance import LAST_RUN, ask_git
+from relevance import LAST_RUN, ask_git, find_unconcerned
 from tiers import DURATIONS, PROOF
 
 Entry = dict[str, Any]  # a line of the journal
@@ -50,6 +50,17 @@ def read_journal(file: Path, size: int | None = None) -> list[Entry]:
 def find_outcomes(entries: list[Entry]) -> dict[str, str]:
     """Node id -> how its last run ended."""
     return {entry["id"]: entry["outcome"] for entry in entries if "id" in entry}
+
+
+def keep_unconcerned(old: list[Entry], tree: Entry) -> list[Entry]:
+    """What a run of another commit leaves to do no more: heavy tests that what changed since cannot concern."""
+    changed = ask_git(ROOT, "diff", "--name-only", "--no-renames", "-z", old[0]["commit"], tree["commit"])
+    if changed is None or old[0]["changes"] or tree["changes"]:
+        return []
+    files = [name for name in changed.split("\0") if name]
+    done = {entry["id"]: entry for entry in old if "heavy" in entry}
+    free = find_unconcerned(done, files)
+    return [entry for name, entry in done.items() if entry["outcome"] != "failed" and name in free]
 
 
 class Journal:
@@ -112,11 +123,17 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("to continue a run, flopcalc must be a git checkout; run `pytest --all`")
     old = read_journal(FILE)
     note = "new"
+    kept: list[Entry] = []
     if old and not option.fresh:
-        note = "continued" if old[0] == tree else f"begun anew: the last was of another tree, {_name(old[0])}"
+        kept = [] if old[0] == tree else keep_unconcerned(old, tree)
+        note = f"begun anew: the last was of another tree, {_name(old[0])}"
+        if old[0] == tree:
+            note = "continued"
+        elif kept:
+            note = f"continued from {_name(old[0])}: {len(kept):,} heavy tests that the changes since do not concern"
     if note != "continued":
         FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(json.dumps(tree) + "\n", encoding="utf-8")
+        FILE.write_text("".join(json.dumps(entry) + "\n" for entry in (tree, *kept)), encoding="utf-8")
     config.stash[_SIZE] = FILE.stat().st_size
     stream = FILE.open("a", encoding="utf-8")
     config.add_cleanup(stream.close)

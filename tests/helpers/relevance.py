@@ -49,9 +49,14 @@ RULES: tuple[tuple[str, str | tuple[str, ...]], ...] = (
     ("constraints.txt", ENGINE),  # other releases of torch and transformers execute something else
     ("tests/test_*.py", ITSELF),
     ("tests/**/test_*.py", ITSELF),
+    ("lab/", ("tests/lab",)),
     ("benchmarks/", ("tests/prediction", "tests/planning", "tests/measure/sweep", "tests/integrations")),
     ("notebooks/", ("tests/measure/test_notebooks.py", "tests/measure/test_guide_notebooks.py")),
 )
+CHOOSERS = tuple(
+    f"tests/helpers/{name}.py" for name in ("journal", "relevance", "tiers")
+)  # they choose, and run nothing
+TEXTS = ("docs/", "changelog.d/", "README", "CHANGELOG")
 LAST_RUN = re.compile(r"^\| [^|]+ \| `([0-9a-f]{7,40})` \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
 _NAMED_BY = ("extends", "use", "body", "like")  # keys of a spec or an alias that name another
 
@@ -280,6 +285,23 @@ def sort_relevant(cases: Iterable[Case], changed: Iterable[str] | None) -> list[
         seen[kind] += 1
         ranked.append(((level, *((nth, place) if level else (place, nth)), case.node_id), case))
     return [case for _, case in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def find_unconcerned(node_ids: Iterable[str], changed: Iterable[str]) -> set[str]:
+    """The heavy cases that these changes cannot concern; none where they may concern the engine.
+
+    Only files whose reach is known free cases: those of types, of tests, of the lab, and texts that no test runs.
+    """
+    files = [(path, find_rule(path)) for path in changed if path not in CHOOSERS and not path.startswith(TEXTS)]
+    if any(what not in (TYPES, ITSELF) and not path.startswith("lab/") for path, what in files):
+        return set()
+    types = find_dependents(PurePosixPath(path).stem for path, what in files if what == TYPES)
+    places = {"tests/lab" if path.startswith("lab/") else path for path, what in files if what != TYPES}
+    return {
+        node_id
+        for node_id in node_ids
+        if not _lies_in(node_id.partition("::")[0], places) and not any(name in node_id for name in types)
+    }
 
 
 def _lies_in(file: str, places: set[str]) -> bool:
