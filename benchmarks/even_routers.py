@@ -152,7 +152,7 @@ def count(name: str) -> int:
 
 def predict(out: Path) -> None:
     """Write what we say about the new shapes."""
-    from flopcalc.measure.calibrate.provenance import find_commit
+    from flopcalc.base.data import find_commit
 
     new = [f"{model} {batch}x{seq}" for model, batch, seq in NEW]
     kept = {

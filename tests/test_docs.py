@@ -42,6 +42,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "lab").rglob("*.md")),
+    ROOT / "paper" / "paper.md",
 ]
 # Chinese pages repeat the English pages' blocks: test_readme.py compares them, so they are run once.
 RUN_PAGES = [page for page in PAGES if not page.name.endswith(".zh-CN.md")]

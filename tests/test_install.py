@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import flopcalc
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
@@ -20,14 +25,20 @@ print(json.dumps([estimate.total, flopcalc.peak_flops_per_s("h200"), find_data_d
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],
         check=True,
         capture_output=True,
     )
-    return next(folder.glob("*.whl"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    return next(dist.glob("*.whl"))
 
 
 def run_from(path: Path, where: Path) -> tuple[int, float, Path, Path]:
@@ -106,3 +117,61 @@ def test_wheel_needs_only_the_light_requirements(wheel: Path) -> None:
         metadata = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
     needed = [line.split(":", 1)[1].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     assert sorted(line.split(">")[0] for line in needed if "extra ==" not in line) == ["click", "tabulate"]
+
+
+NAMES = """
+import json, sys, flopcalc
+values = {name: getattr(flopcalc, name) for name in flopcalc.__all__}
+print(json.dumps([sorted(values), [name for name, value in values.items() if value is None]]))
+"""
+
+
+def test_wheel_gives_every_public_name_without_extras(wheel: Path, tmp_path: Path) -> None:
+    """Not even click and tabulate are there: the command line and its tables alone need them."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", NAMES], cwd=tmp_path, check=True, capture_output=True, text=True,
+        env={"PATH": "", "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert json.loads(done.stdout) == [sorted(flopcalc.__all__), []]
+
+
+def test_readme_of_the_packages_leads_to_the_repository(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
+    headers, _, readme = metadata.partition("\n\n")
+    repository = re.search(r"^Project-URL: Repository, (\S+)$", headers, re.MULTILINE)
+    assert repository is not None
+    targets = re.findall(r"\]\(([^)\s]+)\)", readme)
+    assert [target for target in targets if not target.startswith((repository[1], "#"))] == []
+    assert f"]({repository[1]}/raw/main/docs/pictures/estimate.svg)" in readme
+    paths = [target.split("/main/")[1].split("#")[0] for target in targets if "/main/" in target]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_sdist_installs_offline_and_passes_light_tests(dist: Path, tmp_path: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-compile",
+    ]
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(sdist)], check=True, capture_output=True)
+    assert run_from(tmp_path / "site", tmp_path)[0] == run_from(ROOT, tmp_path)[0]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("flopcalc-*")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/base/test_units.py",
+         "tests/core/workload", "tests/test_imports.py::test_public_names"],
+        cwd=source, capture_output=True, text=True,
+        env={key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "PYTHONPATH"))},
+    )  # fmt: skip
+    assert (done.returncode, " passed" in done.stdout) == (0, True), done.stdout

@@ -22,6 +22,7 @@ from flopcalc.base.files import (
 )
 
 _LIMITS = {".yaml": MAX_YAML_BYTES, ".yml": MAX_YAML_BYTES, ".json": MAX_JSON_BYTES, ".toml": MAX_TOML_BYTES}
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ALIASES = "aliases"  # a folder of key maps: foreign configs to known families
 PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
 DIFFUSERS = "diffusers"  # likewise: parts of pipelines, named by their classes
@@ -30,11 +31,10 @@ DIFFUSERS = "diffusers"  # likewise: parts of pipelines, named by their classes
 @cache
 def find_data_dir() -> str:
     """The shipped model_specs folder: inside the package in a wheel, beside it in an editable install."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for folder in (os.path.join(package, "model_specs"), os.path.join(os.path.dirname(package), "model_specs")):
+    for folder in (os.path.join(_PACKAGE, "model_specs"), os.path.join(os.path.dirname(_PACKAGE), "model_specs")):
         if os.path.isdir(folder):
             return folder
-    raise SpecError(f"model_specs not found next to {package}: the installation is incomplete, install flopcalc again")
+    raise SpecError(f"model_specs not found next to {_PACKAGE}: the installation is incomplete, install flopcalc again")
 
 
 def find_user_dir() -> str:
@@ -116,7 +116,7 @@ def describe_install(extra: str) -> str:
     """The command that adds an extra's packages, to a wheel, an editable install or a bare checkout alike."""
     from importlib.metadata import PackageNotFoundError, distribution
 
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = os.path.dirname(_PACKAGE)
     try:
         distribution("flopcalc")
     except PackageNotFoundError:
@@ -124,6 +124,25 @@ def describe_install(extra: str) -> str:
             where = "." if os.path.realpath(root) == os.path.realpath(os.getcwd()) else root
             return f"pip install -e '{where}[{extra}]'"
     return f"pip install 'flopcalc[{extra}]'"  # pip takes the installed version, wherever it came from
+
+
+def find_commit() -> str | None:
+    """The commit of this source tree, marked if files were changed; None outside a checkout.
+
+    For a copy of the tree without its history, set the variable FLOPCALC_COMMIT.
+    """
+    import subprocess
+
+    root = os.path.dirname(_PACKAGE)
+    told = os.environ.get("FLOPCALC_COMMIT")
+    if told or not os.path.exists(os.path.join(root, ".git")):  # a wheel may lie inside another project's tree
+        return told or None
+    try:
+        asked = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
 
 
 def get_stem(path: str) -> str:

@@ -62,8 +62,20 @@ class _Commands(CommandGroup):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
 
+def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        from flopcalc.base.data import find_commit
+
+        commit = find_commit()
+        click.echo(f"flopcalc, version {__version__}" + (f" (commit {commit})" if commit else ""))
+        context.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="flopcalc")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+    help="Show the version, in a checkout with its commit, and exit.",
+)  # fmt: skip
 def _group() -> None:
     """Exact FLOPs and MFU of language, vision-language and diffusion models, without running anything."""
 

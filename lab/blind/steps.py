@@ -184,7 +184,7 @@ def predict_graph(preset: str, layers: int) -> float:
 
 def write_predictions(out: Path) -> None:
     """Every step at every factor of the host, graphs of decoded tokens, and the FLOPs of the counted steps."""
-    from flopcalc.measure.calibrate.provenance import find_commit
+    from flopcalc.base.data import find_commit
     from flopcalc.prediction.kernels.constants import load_predictor
 
     constants = load_predictor("h200-sxm")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import flopcalc
-from flopcalc.base.data import list_data_files
+from flopcalc.base.data import find_commit, list_data_files
 from flopcalc.cli import main
 from flopcalc.hardware.devices import load_devices
 
@@ -287,7 +287,6 @@ def test_process_succeeds() -> None:
     done = run_process(*TINY, "--seq", "64", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["flops"]["total"] == flopcalc.estimate_flops("sweep-tiny", seq_len=64).total
-    assert run_process("--version").stdout == f"flopcalc, version {flopcalc.__version__}\n"
 
 
 @pytest.mark.heavy
@@ -799,8 +798,29 @@ def test_help(capsys: Capture, arguments: list[str]) -> None:
     assert "Usage: flopcalc" in run(capsys, *arguments)
 
 
-def test_version(capsys: Capture) -> None:
-    assert run(capsys, "--version") == f"flopcalc, version {flopcalc.__version__}\n"
+@pytest.mark.parametrize("commit", ["", "f548e57", "f548e57-dirty"])
+def test_version(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commit: str) -> None:
+    monkeypatch.setenv("FLOPCALC_COMMIT", commit)
+    monkeypatch.setattr("flopcalc.base.data._PACKAGE", str(tmp_path / "flopcalc"))  # no checkout
+    shown = f" (commit {commit})" if commit else ""
+    assert run(capsys, "--version") == f"flopcalc, version {flopcalc.__version__}{shown}\n"
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_commit_is_that_of_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_changed: bool) -> None:
+    monkeypatch.delenv("FLOPCALC_COMMIT", raising=False)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    (tmp_path / "file").write_text("1")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    if is_changed:
+        (tmp_path / "file").write_text("2")
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr("flopcalc.base.data._PACKAGE", str(tmp_path / "flopcalc"))
+    assert find_commit() == head + "-dirty" * is_changed
+    # A package inside another project's tree is not that project.
+    monkeypatch.setattr("flopcalc.base.data._PACKAGE", str(tmp_path / "venv" / "flopcalc"))
+    assert find_commit() is None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from flopcalc._version import __version__
+from flopcalc.base.data import find_commit
 from flopcalc.prediction.kernels.constants import Provenance
 
 Json = dict[str, Any]
@@ -80,23 +80,6 @@ def find_device_id(name: str) -> str:
 
     found = find_detected(name)
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown" if found is None else found.id
-
-
-def find_commit() -> str | None:
-    """The commit of this source tree, marked if files were changed; None outside a checkout.
-
-    For a copy of the tree without its history, set the variable FLOPCALC_COMMIT.
-    """
-    told = os.environ.get("FLOPCALC_COMMIT")
-    if told:
-        return told
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    try:
-        asked = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
 
 
 def find_version(package: str) -> str | None:
