@@ -11,8 +11,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_tokens, parse_share
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.binding import bind_config, read_recipe
-from flopcalc.core.estimate.estimate import Estimate, Estimator
-from flopcalc.core.estimate.estimator import SamplingEstimator
+from flopcalc.core.estimate.estimate import Estimate, Estimator, SamplingEstimator
 from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe

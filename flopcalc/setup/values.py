@@ -21,6 +21,7 @@ from flopcalc.base.units import (
     parse_tokens,
 )
 from flopcalc.base.vocabulary import check_flag, check_word
+from flopcalc.core.estimate.inputs import read_videos
 from flopcalc.core.workload.workload import Grid, read_grids
 from flopcalc.hardware.routing import parse_routing
 from flopcalc.setup.fields import Field
@@ -107,11 +108,8 @@ def _read_image(name: str, value: object) -> Any:
     return parse_sizes(value.lower(), name, 2, "x")
 
 
-def _read_videos(name: str, field: Field, value: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    items = (value,) if isinstance(value, str) else check_items(value, spell(name))
-    return tuple(
-        each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(name)))) for each in items
-    )
+def _read_videos(name: str, field: Field, value: Any) -> tuple[str, ...]:  # noqa: ARG001
+    return read_videos(value, spell(name))
 
 
 def _read_seconds(name: str, field: Field, value: Any) -> tuple[float, ...]:

@@ -1,27 +1,115 @@
-"""Estimate: FLOPs of one step, exact ints at once, the breakdown when asked for."""
+"""Estimator and Estimate: a bound model in; FLOPs of one step out, exact ints at once, the breakdown when asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, Unpack, cast, runtime_checkable
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.presentation import find_presenter
 from flopcalc.base.rows import Rows, Table, shorten
 from flopcalc.base.units import check_size, format_flops, format_share
-from flopcalc.base.vocabulary import BY, CONVENTIONS, By, Convention, PickedKernel, check_flag, check_word
+from flopcalc.base.vocabulary import (
+    BY,
+    CONVENTIONS,
+    By,
+    Convention,
+    Kernel,
+    Phase,
+    PickedKernel,
+    Recompute,
+    check_flag,
+    check_word,
+)
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
-from flopcalc.core.estimate.estimator import Estimator as Estimator
-from flopcalc.core.estimate.estimator import Identity
+from flopcalc.core.estimate.inputs import PLAIN, CallMedia, check_no_sampling, make_load, read_call
+from flopcalc.core.estimate.model_counts import Identity, ModelCounts
+from flopcalc.core.estimate.sampling import Sampling
 from flopcalc.core.model.ops import Op, join
 from flopcalc.core.spec.spec import PARTS
-from flopcalc.core.workload.workload import Workload
+from flopcalc.core.workload.workload import Media, Workload, make_workload
 from flopcalc.hardware.devices import Device
 
-if TYPE_CHECKING:
-    from flopcalc.core.estimate.sampling import Sampling
+
+@runtime_checkable
+class Estimator(ModelCounts, Protocol):
+    """A model bound once, counted from its spec or traced: call it with a workload."""
+
+    def __call__(
+        self,
+        batch_size: int = 1,
+        seq_len: int | None = None,
+        *,
+        lengths: Iterable[int] | None = None,
+        batch: Mapping[str, object] | None = None,
+        phase: Phase = "train",
+        context: int | None = None,
+        logits: int | str | None = None,
+        decoder_seq_len: int | None = None,
+        **media: Unpack[CallMedia],
+    ) -> Estimate:
+        """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
+
+        Images, videos and audio are those of the whole batch: `images` are files or (width, height) in pixels,
+        `image_grid_thw` the same in patches; `audio` is in seconds, `clips` the same in frames of the model's feature
+        extractor. `text` is the length without their tokens, instead of `seq_len`.
+        """
+        if batch is not None:
+            others = (seq_len, lengths, context, decoder_seq_len, *media.values())
+            if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
+                raise WorkloadError("batch already says sizes, lengths and images: give it alone")
+            check_no_sampling(self.source.name, phase)
+            return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
+        if not PLAIN.issuperset(media):
+            asked = read_call(batch_size, seq_len, lengths, decoder_seq_len, phase, context, logits, media)
+            load, notes = make_load(self, asked)
+            return self.estimate(load, tuple(notes))
+        # A training loop calls this at every step: grids and clips are taken as they are.
+        check_no_sampling(self.source.name, phase)
+        load = make_workload(
+            batch_size,
+            seq_len,
+            lengths=lengths,
+            phase=phase,
+            context=context,
+            logits=logits,
+            decoder_seq_len=decoder_seq_len,
+            **cast("Media", media),
+        )
+        if load.grids and self.vision is not None and self.vision.kind == "tiles":
+            for grid in load.grids:
+                self.vision.check_tiles(grid, "image_grid_thw")
+        return self.estimate(load)
+
+    def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate: ...
+
+    def estimate_batch(
+        self,
+        batch: Mapping[str, object],
+        *,
+        phase: Phase = "train",
+        logits: int | str | None = None,
+        read_device: bool = True,
+    ) -> Estimate: ...
+
+    def change(
+        self,
+        *,
+        recompute: Recompute | None = None,
+        convention: Convention | None = None,
+        attention_kernel: Kernel | None = None,
+        compute: str | None = None,
+        device: Device | None = None,
+    ) -> Estimator: ...
+
+
+@runtime_checkable
+class SamplingEstimator(Protocol):
+    """The estimator of a diffusion model."""
+
+    def ask(self, asked: object) -> Estimate: ...
 
 
 class Term(NamedTuple):
