@@ -24,7 +24,7 @@ from flopcalc.base.vocabulary import (
 )
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
-from flopcalc.core.estimate.inputs import PLAIN, CallMedia, check_no_sampling, make_load, read_call
+from flopcalc.core.estimate.inputs import PLAIN, CallMedia, Inputs, check_no_sampling, make_load, read_call
 from flopcalc.core.estimate.model_counts import Identity, ModelCounts
 from flopcalc.core.estimate.sampling import Sampling
 from flopcalc.core.model.ops import Op, join
@@ -63,9 +63,12 @@ class Estimator(ModelCounts, Protocol):
             check_no_sampling(self.source.name, phase)
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
         if not PLAIN.issuperset(media):
-            asked = read_call(batch_size, seq_len, lengths, decoder_seq_len, phase, context, logits, media)
-            load, notes = make_load(self, asked)
-            return self.estimate(load, tuple(notes))
+            asked = read_call(
+                batch_size, seq_len, lengths=lengths, decoder_seq_len=decoder_seq_len, phase=phase, context=context,
+                logits=logits, **media,
+            )  # fmt: skip
+            estimate, notes = self.estimate_inputs(asked)
+            return estimate.add_notes(notes) if notes else estimate
         # A training loop calls this at every step: grids and clips are taken as they are.
         check_no_sampling(self.source.name, phase)
         load = make_workload(
@@ -82,6 +85,11 @@ class Estimator(ModelCounts, Protocol):
             for grid in load.grids:
                 self.vision.check_tiles(grid, "image_grid_thw")
         return self.estimate(load)
+
+    def estimate_inputs(self, inputs: Inputs) -> tuple[Estimate, list[str]]:
+        """FLOPs of one step on such samples, and notes on what was assumed."""
+        load, notes = make_load(self, inputs)
+        return self.estimate(load), notes
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate: ...
 
@@ -103,13 +111,6 @@ class Estimator(ModelCounts, Protocol):
         compute: str | None = None,
         device: Device | None = None,
     ) -> Estimator: ...
-
-
-@runtime_checkable
-class SamplingEstimator(Protocol):
-    """The estimator of a diffusion model."""
-
-    def ask(self, asked: object) -> Estimate: ...
 
 
 class Term(NamedTuple):

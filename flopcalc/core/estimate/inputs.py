@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flopcalc.base.errors import WorkloadError, format_nearest
+from flopcalc.base.errors import WorkloadError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_items, check_size
+from flopcalc.base.units import check_items, check_size, parse_sizes
 from flopcalc.base.vocabulary import Phase, PipelinePhase
 from flopcalc.core.estimate.checks import ask_for_images
 from flopcalc.core.estimate.model_counts import ModelCounts, Picture
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.workload.workload import Grid, Media, Workload, make_workload, read_grids
 
+_SIZE = re.compile(r"-?\d+[xX]-?\d+")
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 
 
@@ -61,14 +64,15 @@ class Inputs(Value):
 
 
 def read_call(
-    batch_size: int,
-    seq_len: int | None,
-    lengths: Iterable[int] | None,
-    decoder_seq_len: int | None,
-    phase: PipelinePhase,
-    context: int | None,
-    logits: int | str | None,
-    media: Mapping[str, Any],
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    *,
+    lengths: Iterable[int] | None = None,
+    decoder_seq_len: int | None = None,
+    phase: PipelinePhase = "train",
+    context: int | None = None,
+    logits: int | str | None = None,
+    **media: Any,
 ) -> Inputs:
     """The arguments of a bound model's call; its images, videos and audio are those of the whole batch."""
     for name in media:
@@ -95,9 +99,9 @@ def read_call(
         text=read_size("text", media.get("text")),
         lengths=None if lengths is None else tuple(check_items(lengths, "lengths")),
         decoder_seq=decoder_seq_len,
-        images=read_items("images"),
+        images=read_images(media.get("images") or (), "image"),
         image_grids=read_rows("image_grid_thw"),
-        videos=read_videos(media.get("videos") or (), "videos"),
+        videos=read_videos(media.get("videos") or (), "video"),
         video_grids=read_rows("video_grid_thw"),
         max_pixels=read_size("max_pixels", media.get("max_pixels")),
         audio=read_items("audio"),
@@ -112,10 +116,26 @@ def read_call(
     )
 
 
-def read_videos(value: Any, name: str) -> tuple[str, ...]:
+def read_images(value: Any, field: str) -> tuple[Any, ...]:
+    """'640x480' or (640, 480) is a size; any other text is the name of a file."""
+    items = (value,) if isinstance(value, str) else check_items(value, spell(field))
+    return tuple(_read_image(each, field) for each in items)
+
+
+def _read_image(value: object, field: str) -> Any:
+    if not isinstance(value, str) or os.path.isfile(value):
+        return value
+    if _SIZE.fullmatch(value) is None:
+        raise WorkloadError(f"{spell(field)}: {format_value(value)} is neither WIDTHxHEIGHT nor a file")
+    return parse_sizes(value.lower(), field, 2, "x")
+
+
+def read_videos(value: Any, field: str) -> tuple[str, ...]:
     """Videos as parse_video reads them: texts, or (width, height, frames)."""
-    items = (value,) if isinstance(value, str) else check_items(value, name)
-    return tuple(each if isinstance(each, str) else "x".join(map(str, check_items(each, name))) for each in items)
+    items = (value,) if isinstance(value, str) else check_items(value, spell(field))
+    return tuple(
+        each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(field)))) for each in items
+    )
 
 
 def check_no_sampling(name: str, phase: PipelinePhase, **asked: object) -> Phase:
@@ -142,9 +162,13 @@ def make_load(estimator: ModelCounts, inputs: Inputs) -> tuple[Workload, list[st
     is_text = estimator.vision is None or estimator.has_text_encoder or estimator.has_decoder
     if not is_text and not (images or videos):
         raise ask_for_images(estimator.source.name, estimator.vision)
-    if phase == "decode" and not is_text:
+    if not is_text:
         name = estimator.source.name
-        raise WorkloadError(f"{name} takes images alone: there is no phase {phase}; forward is one pass")
+        for field in ("seq", "text", "lengths", "logits"):
+            if getattr(inputs, field) is not None:
+                raise WorkloadError(f"{name} takes images alone: leave {spell(field)} out")
+        if phase == "decode":
+            raise WorkloadError(f"{name} takes images alone: there is no phase {phase}; forward is one pass")
     if phase == "decode" and (images or videos):
         raise WorkloadError(f"decode does no vision work: leave images out, their tokens are in {spell('context')}")
     clips = [*check_items(inputs.clips or (), "clips"), *(estimator.count_frames(inputs.audio) if inputs.audio else ())]
@@ -186,6 +210,9 @@ def _cut_images(estimator: ModelCounts, inputs: Inputs) -> tuple[list[Grid], lis
         if inputs.max_pixels is not None:
             raise WorkloadError(f"{spell('max_pixels')} needs {spell('image')} or {spell('video')}")
         return [], [], []
+    if vision is None and (inputs.videos or inputs.video_grids):
+        is_text = "" if estimator.audio is not None else "is a text model: it "
+        raise WorkloadError(f"{estimator.source.name} {is_text}takes no videos")
     samples = inputs.batch or 1 if inputs.of_batch else 1
     images, notes = estimator.cut_images(inputs.images, samples, max_pixels=inputs.max_pixels)
     assert vision is not None  # a text model's images were refused

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import Convention, PickedKernel
 from flopcalc.core.count.flops import Flops
@@ -137,7 +138,7 @@ class ModelCounts(Protocol):
         samples = check_size(batch_size, "batch")
         if max_pixels is not None and sizes:
             if not self.vision.has_pixel_limit:
-                raise WorkloadError(f"max_pixels: {self.source.name}'s processor has no such limit")
+                raise WorkloadError(f"{spell('max_pixels')}: {self.source.name}'s processor has no such limit")
             preprocessor = {**(preprocessor or {}), "max_pixels": check_size(max_pixels, "max_pixels")}
         for size in sizes:
             if not isinstance(size, Sequence) or len(size) != 2:
