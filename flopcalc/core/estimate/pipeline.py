@@ -357,7 +357,7 @@ def read_parts(value: Iterable[str] | str | None) -> tuple[str, ...] | None:
     return found
 
 
-def _read_sizes(given: Sequence[object], batch: int, many: int, what: str) -> tuple[int, ...] | None:
+def _read_sizes(given: Sequence[Any], batch: int, many: int, what: str) -> tuple[int, ...] | None:
     """The one size of all samples: one entry, or the same for each."""
     if not given:
         return None
