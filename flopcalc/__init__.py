@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopcalc._moved import install_old_paths
 from flopcalc._version import __version__
+from flopcalc.base.presentation import Presenter, set_presenter
 
 if TYPE_CHECKING:
     from flopcalc.api import bind, estimate_flops, plan, predict, serving, translate
@@ -62,7 +63,15 @@ _HOMES = {
     "base.errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),
 }
 
+
+def _load_presenter() -> Presenter:
+    from flopcalc.report import notebook
+
+    return notebook
+
+
 install_old_paths()
+set_presenter(_load_presenter)
 
 
 def __getattr__(name: str) -> Any:

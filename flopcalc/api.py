@@ -13,8 +13,7 @@ from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
-from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.estimate.estimator import Estimator
+from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.setup.counting import SetupEstimate, bind_setup, choose_device
 from flopcalc.setup.counting import count_setup as count_without_trace

@@ -42,6 +42,14 @@ def format_share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
+def format_difference(share: float | None) -> str:
+    """+1.20 %, with a sign; what rounds to nothing has none."""
+    if share is None:
+        return "-"
+    text = f"{100 * share:+.2f} %"
+    return "0.00 %" if text[1:] == "0.00 %" else text
+
+
 def format_rate(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e12:,.1f} TFLOP/s"
 

@@ -105,7 +105,7 @@ def estimate(
             depth=levels,
             style="github" if style == "markdown" else "simple",
             shares=[(name, share) for name, share in (("MFU", counted.mfu), ("HFU", counted.hfu)) if share],
-            run=counted.run.describe() if counted.run else (),
+            run=counted.run,
             notes=counted.notes,
         )
     )

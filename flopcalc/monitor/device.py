@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from flopcalc.monitor.step import DueRecord
+from flopcalc.monitor.records import DueRecord
 
 # Pinned memory is slow to allocate: buffers of one size are made together.
 _BLOCK_BUFFERS, _BLOCK_BYTES = 64, 1 << 22

@@ -26,9 +26,10 @@ from flopcalc.monitor.meter import UNKNOWN, Formats, Meter, MeteredStep, Pass, s
 from flopcalc.monitor.model import WatchedModel
 from flopcalc.monitor.passes import count_pass
 from flopcalc.monitor.ranks import GatheredInterval, Side, combine, open_side
+from flopcalc.monitor.records import VALUES, DatasetMetrics, DueRecord, LostTime
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.sinks import Outbox, make_sinks
-from flopcalc.monitor.step import VALUES, DatasetMetrics, DueRecord, LostTime, SeenStep
+from flopcalc.monitor.step import SeenStep
 from flopcalc.monitor.values import ValueReader
 
 GOODPUT_NAME = "goodput.json"

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
 
 from torch import is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flopcalc.core.model.live import strip, unwrap
-from flopcalc.monitor.values import MOST_HELD
+from flopcalc.monitor.batch import HostBatches
+from flopcalc.monitor.device import DeviceQueue
+from flopcalc.monitor.model import WatchedModel
+from flopcalc.monitor.modes import FactorSource
+from flopcalc.monitor.step import SeenStep
+from flopcalc.monitor.values import MOST_HELD, ValueReader
 
-if TYPE_CHECKING:
-    from flopcalc.monitor.model import WatchedModel
-    from flopcalc.monitor.training import TrainingMonitor
+
+class HookedMonitor(Protocol):
+    """What hooks need of a TrainingMonitor."""
+
+    _is_off: bool
+    _open: SeenStep | None
+    _number: int
+    _device: DeviceQueue | None
+    _values: ValueReader
+    _watched: HostBatches
+    _trained: WatchedModel
+
+    def _begin(self) -> SeenStep: ...
+
+    def _begin_pass(
+        self, model: WatchedModel, module: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None: ...
+
+    def _end_pass(
+        self, model: WatchedModel, module: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None: ...
+
+    def _ask_source(
+        self, seen: SeenStep, source: FactorSource, batch: Mapping[str, Any], sizes: Hashable = None
+    ) -> None: ...
+
+    def _see_inside(self, module: object) -> None: ...
+
+    def _fail(self, where: str, error: BaseException) -> None: ...
 
 
 class Idle:
@@ -30,7 +60,7 @@ class _Hook:
 
     __slots__ = ("_is_inner", "_model", "_monitor")
 
-    def __init__(self, monitor: TrainingMonitor, model: WatchedModel, is_inner: bool = False) -> None:
+    def __init__(self, monitor: HookedMonitor, model: WatchedModel, is_inner: bool = False) -> None:
         self._monitor = weakref.ref(monitor)
         self._model = model
         self._is_inner = is_inner  # a wrapper around it has hooks too: calls through that one are seen there
@@ -133,7 +163,7 @@ class InsideForward(_Hook):
 
     __slots__ = ("handle",)
 
-    def __init__(self, monitor: TrainingMonitor, model: WatchedModel) -> None:
+    def __init__(self, monitor: HookedMonitor, model: WatchedModel) -> None:
         super().__init__(monitor, model)
         self.handle: Any = None
 
@@ -150,7 +180,7 @@ class InsideForward(_Hook):
             self.handle = None
 
 
-def register_hooks(monitor: TrainingMonitor, model: WatchedModel, looks_inside: bool) -> list[Any]:
+def register_hooks(monitor: HookedMonitor, model: WatchedModel, looks_inside: bool) -> list[Any]:
     """Their handles; `looks_inside`: also a hook inside the model that sees what its products are computed in."""
     live = model.live
     inner = unwrap(live)
@@ -166,7 +196,7 @@ def register_hooks(monitor: TrainingMonitor, model: WatchedModel, looks_inside: 
     return handles
 
 
-def _register(module: Any, monitor: TrainingMonitor, model: WatchedModel, is_inner: bool) -> list[Any]:
+def _register(module: Any, monitor: HookedMonitor, model: WatchedModel, is_inner: bool) -> list[Any]:
     return [
         module.register_forward_pre_hook(BeforeForward(monitor, model, is_inner), with_kwargs=True),
         module.register_forward_hook(AfterForward(monitor, model, is_inner), with_kwargs=True),
@@ -183,12 +213,3 @@ def _find_layer(model: Any) -> Any:
         if "Linear" in type(each).__name__ and next(each.parameters(recurse=False), None) is not None:
             return each
     return None
-
-
-def name_arguments(model: object) -> tuple[str, ...]:
-    """The names of the positional arguments of a model's forward."""
-    try:
-        found = inspect.signature(strip(model).forward).parameters.values()
-    except (TypeError, ValueError):
-        return ("input_ids",)
-    return tuple(each.name for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))

@@ -7,11 +7,9 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from flopcalc.monitor.sinks import Outbox
+from typing import Any, Protocol
 
 _MOST_PENDING = 100
 
@@ -22,6 +20,12 @@ class Say(Protocol):
     def __call__(self, message: str, once: str | None = None) -> None: ...
 
 
+class EventLog(Protocol):
+    """Takes an event for the log."""
+
+    def put(self, record: Mapping[str, Any], /) -> None: ...
+
+
 class Messages:
     """Any thread may say something. Filters of warnings belong to the thread that trains, so it alone warns."""
 
@@ -29,7 +33,7 @@ class Messages:
         self.said: set[str] = set()
         self.pending: deque[str] = deque(maxlen=_MOST_PENDING)
         self.step = 0  # the last one that ended
-        self.outbox: Outbox | None = None
+        self.outbox: EventLog | None = None
         self._thread = threading.get_ident()
 
     def say(self, message: str, once: str | None = None) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from flopcalc.base.errors import FlopcalcError
-from flopcalc.core.model.live import unwrap
+from flopcalc.core.model.live import strip, unwrap
 from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, bind_live
 from flopcalc.monitor.measured import MeasuredIntake, MeasuredModule
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Meter, Peaks
-from flopcalc.monitor.modes import Counts, FactorSource, make_source
-from flopcalc.monitor.passes import count_eager_pass, count_pass
+from flopcalc.monitor.modes import FactorSource, make_source
 from flopcalc.monitor.place import Seen, find_known_device, find_layout, find_peak, guess_format, look_inside
 from flopcalc.monitor.settings import Settings
-from flopcalc.monitor.step import SeenStep
 
 
 class WatchedModel:
@@ -55,10 +54,8 @@ class WatchedModel:
 
     def look_at(self, live: Any) -> None:
         """What a live module is, before its first pass."""
-        from flopcalc.monitor.hooks import name_arguments  # which imports torch
-
         self.live = live
-        self._names = name_arguments(live)
+        self._names = _name_arguments(live)
         inner = unwrap(live)
         config = getattr(inner, "config", None)
         weights = [each.requires_grad for each in live.parameters()]
@@ -259,29 +256,10 @@ def _classify_alike(_batch: Mapping[str, object]) -> Hashable:
     return ()
 
 
-def count_measured(step: SeenStep, say: Say) -> Counts | None:
-    """What a measured step should have counted, in the ways that counters count."""
-    taken = [(model, snapshot) for model, snapshot in step.batches if snapshot is not None]
-    if not taken or any(model.intake is None for model, _ in taken):
-        return None
-    first = taken[0][0]
-    model = full = own = 0
-    hardware: float | None = 0
+def _name_arguments(model: object) -> tuple[str, ...]:
+    """The names of the positional arguments of a model's forward."""
     try:
-        for each, snapshot in taken:
-            assert each.intake is not None
-            work = each.intake.count(snapshot)
-            eager = each.intake.count_eager(work, snapshot.head)
-            full += eager
-            own += eager if each is first else 0
-            model += int(work.model_flops)
-            executed = work.hardware_flops
-            hardware = None if hardware is None or executed is None else hardware + executed
-        for seen in step.passes[step.measured_from :]:
-            full += count_eager_pass(seen)
-            beside = count_pass(seen)[1]
-            hardware = None if hardware is None or beside is None else hardware + sum(beside.values())
-    except FlopcalcError as error:
-        say(f"the measured batch cannot be counted: {error}", "no work")
-        return None
-    return Counts(model, full, None if hardware is None else int(hardware), own)
+        found = inspect.signature(strip(model).forward).parameters.values()
+    except (TypeError, ValueError):
+        return ("input_ids",)
+    return tuple(each.name for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))

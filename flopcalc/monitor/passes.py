@@ -1,19 +1,18 @@
-"""Forward passes that do not train: their kind, and what they count."""
+"""What forward passes that do not train count, and a measured step with them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.units import check_items, check_size
 from flopcalc.core.workload.workload import Workload
-from flopcalc.monitor.batch import BatchWork
+from flopcalc.monitor.batch import BatchWork, Intake
+from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Formats
-from flopcalc.monitor.step import SeenPass
-
-if TYPE_CHECKING:
-    from flopcalc.monitor.batch import Intake
+from flopcalc.monitor.modes import Counts
+from flopcalc.monitor.step import SeenPass, SeenStep
 
 
 def count_pass(seen: SeenPass) -> tuple[Formats, Formats | None]:
@@ -82,3 +81,31 @@ def _count(value: Any, what: str) -> int:
     if not hasattr(value, "__len__"):
         raise WorkloadError(f"{what} holds {format_value(value)}: give lengths, or sequences of tokens")
     return len(value)
+
+
+def count_measured(step: SeenStep, say: Say) -> Counts | None:
+    """What a measured step should have counted, in the ways that counters count."""
+    taken = [(model, snapshot) for model, snapshot in step.batches if snapshot is not None]
+    if not taken or any(model.intake is None for model, _ in taken):
+        return None
+    first = taken[0][0]
+    model = full = own = 0
+    hardware: float | None = 0
+    try:
+        for each, snapshot in taken:
+            assert each.intake is not None
+            work = each.intake.count(snapshot)
+            eager = each.intake.count_eager(work, snapshot.head)
+            full += eager
+            own += eager if each is first else 0
+            model += int(work.model_flops)
+            executed = work.hardware_flops
+            hardware = None if hardware is None or executed is None else hardware + executed
+        for seen in step.passes[step.measured_from :]:
+            full += count_eager_pass(seen)
+            beside = count_pass(seen)[1]
+            hardware = None if hardware is None or beside is None else hardware + sum(beside.values())
+    except FlopcalcError as error:
+        say(f"the measured batch cannot be counted: {error}", "no work")
+        return None
+    return Counts(model, full, None if hardware is None else int(hardware), own)

@@ -20,13 +20,15 @@ from flopcalc.monitor.guard import guarded
 from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.messages import Messages, warn
 from flopcalc.monitor.meter import DevicePeak
-from flopcalc.monitor.model import WatchedModel, count_measured
+from flopcalc.monitor.model import WatchedModel
 from flopcalc.monitor.modes import FactorSource
 from flopcalc.monitor.pass_calls import PassCalls
 from flopcalc.monitor.pass_log import PassLog
+from flopcalc.monitor.passes import count_measured
 from flopcalc.monitor.place import find_rank
+from flopcalc.monitor.records import DatasetMetrics, DueRecord, LostTime
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, TrainingPhase, check_path, load_settings
-from flopcalc.monitor.step import DatasetMetrics, DueRecord, LostTime, SeenStep, StepContext
+from flopcalc.monitor.step import SeenStep
 from flopcalc.monitor.values import ValueReader
 
 _POLL_S = 0.25  # the worker looks this often
@@ -608,6 +610,39 @@ class TrainingMonitor(PassCalls):
         self.say(
             f"the monitor failed in {name} and goes on without it: {type(error).__name__}: {error}", f"fail {name}"
         )
+
+
+class StepContext:
+    """`with monitor.step(batch) as step:` — one optimizer step; `step.log(loss=…)` adds values to its record."""
+
+    def __init__(self, monitor: TrainingMonitor, batch: object, dataset: object) -> None:
+        self._monitor = monitor
+        self._batch = batch
+        self._dataset = dataset
+
+    def log(
+        self,
+        *,
+        loss: object = None,
+        grad_norm: object = None,
+        learning_rate: object = None,
+        epoch: object = None,
+        step: int | None = None,
+        skip_wandb: bool = False,
+        **unknown: object,
+    ) -> None:
+        """Values for this step's record; tensors may be on the device. An unknown name is said and left out."""
+        if unknown:
+            self._monitor._say_unknown("step.log", unknown, ("loss", "grad_norm", "learning_rate", "epoch", "step"))
+        self._monitor._fill(step, (epoch, loss, grad_norm, learning_rate), skip_wandb)
+
+    def __enter__(self) -> StepContext:
+        batch, self._batch = self._batch, None
+        self._monitor._enter(batch, self._dataset)
+        return self
+
+    def __exit__(self, kind: object, _error: object, _trace: object) -> None:
+        self._monitor._leave(kind is not None)
 
 
 def _work(reference: weakref.ref[TrainingMonitor], wake: threading.Event) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import WorkloadError
 from flopcalc.monitor.device import DeviceQueue
 from flopcalc.monitor.messages import Say
-from flopcalc.monitor.step import VALUES, DueRecord
+from flopcalc.monitor.records import VALUES, DueRecord
 
 MOST_HELD = 64  # values that wait to be handed to the worker
 _MOST_HANDED = 4  # batches of them that wait for the worker

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.figures import check_ending, open_figure
 from flopcalc.base.files import read_path
-from flopcalc.base.rows import FrozenRows, Rows, shorten, show_rows
+from flopcalc.base.presentation import find_presenter
+from flopcalc.base.rows import FrozenRows, Rows, shorten
 from flopcalc.base.units import format_amount, format_bytes, format_seconds, format_tokens
 from flopcalc.base.vocabulary import Execution, LayoutRecompute, Optimizer
 from flopcalc.hardware.devices import Device
@@ -211,9 +212,10 @@ class Plan(NamedTuple):
         return self.rows().to_pandas()
 
     def __repr__(self) -> str:
-        return f"Plan({self._describe()})"
+        return f"Plan({self.describe()})"
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
+        """The answer in one line."""
         best = self.best[0]
         return (
             f"{shorten(self.model)} on {self.gpus:,} × {self.device.id} in {self.dtype}: {self.fitting:,} of "
@@ -222,19 +224,7 @@ class Plan(NamedTuple):
         )
 
     def _repr_html_(self) -> str:
-        headers = ["layout", "step", "MFU", "memory", "days", "GPU-hours"]
-        cells = [
-            [
-                row.layout,
-                format_seconds(row.step_time_s),
-                f"{100 * row.mfu:.1f} %",
-                format_bytes(row.memory_bytes),
-                format_amount(row.days),
-                format_amount(row.gpu_hours),
-            ]
-            for row in self.rows()
-        ]
-        return show_rows(headers, cells, self._describe())
+        return find_presenter().show_plan(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw days, and money, over memory for every layout that fits: .png, .svg or .pdf (needs matplotlib)."""

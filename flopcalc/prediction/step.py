@@ -11,7 +11,8 @@ from flopcalc.base.errors import (
     WorkloadError,
     format_value,
 )
-from flopcalc.base.rows import Rows, shorten, show_rows
+from flopcalc.base.presentation import find_presenter
+from flopcalc.base.rows import Rows, shorten
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import MAX_SIZE, check_positive, format_bytes, format_seconds
 from flopcalc.base.vocabulary import CallKernel, Execution, Kernel, Optimizer, check_flag, check_word
@@ -129,9 +130,10 @@ class Prediction(NamedTuple):
         return self.rows(by).to_pandas()
 
     def __repr__(self) -> str:
-        return f"Prediction({self._describe()})"
+        return f"Prediction({self.describe()})"
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
+        """The answer in one line."""
         low, mid, high = (format_seconds(value) for value in self.step_time_s)
         fit = "" if self.fits is not False else "; does not fit"
         return (
@@ -141,8 +143,7 @@ class Prediction(NamedTuple):
         )
 
     def _repr_html_(self) -> str:
-        rows = [[row.name, format_seconds(row.seconds), f"{100 * row.share:.1f} %"] for row in self.rows()]
-        return show_rows(["where the time goes", "time", "share"], rows, self._describe())
+        return find_presenter().show_prediction(self)
 
 
 def predict_estimate(

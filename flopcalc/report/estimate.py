@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import format_grid, wrap
-from flopcalc.base.units import format_bytes, format_count, format_flops, format_parameters, format_rate
+from flopcalc.base.units import (
+    format_amount,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_parameters,
+    format_rate,
+    format_tokens,
+)
 from flopcalc.base.vocabulary import CONVENTIONS, By
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.core.recipe.numbers import ASSUMED
+from flopcalc.report.notebook import describe_work, make_table
 
 NOT_COUNTED = (
     "norms, softmax, activations, rotary embeddings, table look-ups, loss and optimizer are not matrix products"
@@ -68,7 +78,7 @@ def format_estimate(
     depth: int | None = None,
     style: str = "simple",
     shares: Sequence[tuple[str, Utilization]] = (),
-    run: Sequence[tuple[str, str]] = (),
+    run: Run | None = None,
     notes: Sequence[str] = (),
 ) -> str:
     """The readable report: what was counted, the breakdown, totals under every convention, notes."""
@@ -78,9 +88,9 @@ def format_estimate(
     model_type = estimator.source.config["model_type"]
     title = f"{estimator.source.name} ({model_type}, {format_parameters(parameters['total'])} parameters)"
     lines = [f"## {title}", ""] if is_markdown else wrap(title, "", "  ")
-    work = f"{estimate.describe()}; convention {estimate.convention}"
+    work = f"{describe_work(estimate)}; convention {estimate.convention}"
     lines += [work, ""] if is_markdown else [*wrap(work, "", "  "), ""]
-    lines += [format_grid(*estimate.table(by, depth), style=_style(is_markdown), keys=1), ""]
+    lines += [format_grid(*make_table(estimate, by, depth), style=_style(is_markdown), keys=1), ""]
     facts: list[tuple[str, str]] = [("step", f"{format_flops(estimate.total)} = {estimate.total:,} FLOPs")]
     totals = estimate.totals
     for name in CONVENTIONS:
@@ -100,7 +110,7 @@ def format_estimate(
             peak = share.peak_flops_per_s or 0.0
             where = f" on {share.device}" if share.device else ""
             facts.append((label, f"{100 * share.value:.2f} % of {format_rate(peak)} {share.dtype}{where}"))
-    facts += run
+    facts += _describe_run(run) if run is not None else []
     facts += [("note", note) for note in (*estimate.notes, *notes)]
     facts.append(("not counted", NOT_COUNTED))
     facts.append(("convention", f"{estimate.convention}: {CONVENTION_WORDS[estimate.convention]}"))
@@ -108,6 +118,18 @@ def format_estimate(
     for label, text in facts:
         lines += [f"- {label}: {text}"] if is_markdown else wrap(text, label.ljust(width), " " * width)
     return "\n".join(lines)
+
+
+def _describe_run(run: Run) -> list[tuple[str, str]]:
+    """Lines for people, each with its label."""
+    lines = [("run", f"{format_tokens(run.tokens)}: {run.steps:,} steps, {run.flops:.3e} FLOPs")]
+    if run.gpu_hours is None or run.mfu is None:
+        return lines
+    share = f"an MFU of {100 * run.mfu:.1f} %"
+    if run.is_lower_bound:
+        share = f"100 % of the peak: a lower bound, {spell('mfu', '40%')} says what you expect"
+    days = f" ({format_amount(run.gpu_hours / run.gpus / 24)} days on {run.gpus:,})" if run.gpus > 1 else ""
+    return [*lines, ("GPU-hours", f"{format_amount(run.gpu_hours)}{days} at {share}")]
 
 
 def make_cells(

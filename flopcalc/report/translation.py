@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flopcalc.base.text_table import format_grid, wrap
-from flopcalc.base.units import format_rate
-from flopcalc.core.estimate.translation import TranslatedRow, Translation, format_difference
+from flopcalc.base.units import format_difference, format_rate
+from flopcalc.core.estimate.translation import TranslatedRow, Translation
 
 _HEADERS = ["convention", "GFLOP/token", "TFLOP/s per GPU", "MFU", "difference"]
 
@@ -61,4 +61,10 @@ def _list_facts(translation: Translation) -> list[str]:
 
 def _list_cells(row: TranslatedRow) -> list[str]:
     share = "-" if row.mfu is None else f"{100 * row.mfu:.2f} %"
-    return [row.name, f"{row.flops_per_token / 1e9:,.3f}", f"{row.tflops_per_gpu:,.1f}", share, format_difference(row)]
+    return [
+        row.name,
+        f"{row.flops_per_token / 1e9:,.3f}",
+        f"{row.tflops_per_gpu:,.1f}",
+        share,
+        format_difference(row.difference),
+    ]

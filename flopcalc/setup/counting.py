@@ -12,8 +12,6 @@ from flopcalc.base.units import check_positive, format_tokens, parse_share
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.binding import bind_config, read_recipe
 from flopcalc.core.estimate.estimate import Estimate, Estimator
-from flopcalc.core.estimate.estimator import SamplingEstimator
-from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.hardware.devices import detect_device, find_detected, find_device
@@ -155,14 +153,9 @@ def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> 
     if work.real_batch is not None:
         phase = check_word(work.inputs.phase, PHASES, "phase", WorkloadError)
         return estimator.estimate_batch(work.real_batch, phase=phase, logits=work.inputs.logits)
-    inputs = work.inputs
-    if isinstance(estimator, SamplingEstimator):
-        from flopcalc.core.estimate.pipeline import read_inputs  # imported lazily: only diffusion models need it
-
-        return estimator.ask(read_inputs(estimator, inputs))
-    load, found = make_load(estimator, inputs)
+    estimate, found = estimator.estimate_inputs(work.inputs)
     notes += found
-    return estimator.estimate(load)
+    return estimate
 
 
 def _find_times(work: Work, estimate: Estimate, replicas: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,11 +20,11 @@ from flopcalc.base.units import (
     parse_tokens,
 )
 from flopcalc.base.vocabulary import check_flag, check_word
+from flopcalc.core.estimate.inputs import read_images, read_videos
 from flopcalc.core.workload.workload import Grid, read_grids
 from flopcalc.hardware.routing import parse_routing
 from flopcalc.setup.fields import Field
 
-_SIZE = re.compile(r"-?\d+[xX]-?\d+")
 AUTO = "auto"
 _TOKENS = re.compile(r"\s*(.*?)\s*(?:tok|tokens?)\s*", re.IGNORECASE)
 
@@ -94,24 +93,11 @@ def _read_grids(name: str, field: Field, value: Any) -> tuple[Grid, ...]:  # noq
 
 
 def _read_images(name: str, field: Field, value: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    items = (value,) if isinstance(value, str) else check_items(value, spell(name))
-    return tuple(_read_image(name, each) for each in items)
+    return read_images(value, name)
 
 
-def _read_image(name: str, value: object) -> Any:
-    """'640x480' or (640, 480) is a size; any other text is the name of a file."""
-    if not isinstance(value, str) or os.path.isfile(value):
-        return value
-    if _SIZE.fullmatch(value) is None:
-        raise WorkloadError(f"{spell(name)}: {format_value(value)} is neither WIDTHxHEIGHT nor a file")
-    return parse_sizes(value.lower(), name, 2, "x")
-
-
-def _read_videos(name: str, field: Field, value: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    items = (value,) if isinstance(value, str) else check_items(value, spell(name))
-    return tuple(
-        each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(name)))) for each in items
-    )
+def _read_videos(name: str, field: Field, value: Any) -> tuple[str, ...]:  # noqa: ARG001
+    return read_videos(value, name)
 
 
 def _read_seconds(name: str, field: Field, value: Any) -> tuple[float, ...]:

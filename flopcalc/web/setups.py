@@ -12,7 +12,7 @@ from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, for
 from flopcalc.base.files import MAX_JSON_BYTES
 from flopcalc.base.spelling import KEYWORDS, spell_option
 from flopcalc.base.vocabulary import Convention
-from flopcalc.core.estimate.estimator import Estimator
+from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.setup.counting import SetupEstimate, bind_setup, count_bound
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, list_fields

@@ -110,8 +110,9 @@ def _mirror(model: BoundModel, load: Workload) -> Workload:
 def _check_images(model: BoundModel, load: Workload) -> Workload:
     vision = model.vision
     if vision is None:
-        what = "takes no images" if model.audio is not None else "is a text model: it takes no images"
-        raise WorkloadError(f"{model.name} {what}")
+        what = "images" if load.grids else "videos"
+        is_text = "" if model.audio is not None else "is a text model: it "
+        raise WorkloadError(f"{model.name} {is_text}takes no {what}")
     if load.videos and not vision.takes_videos:
         raise WorkloadError(f"{model.name} takes no videos")
     samples = len(load.documents) if load.documents else load.rows

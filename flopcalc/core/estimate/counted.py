@@ -34,8 +34,8 @@ from flopcalc.core.estimate.checks import (
     check_workload,
     find_clipping,
 )
-from flopcalc.core.estimate.estimate import Estimate, Term
-from flopcalc.core.estimate.estimator import Estimator, Identity
+from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
+from flopcalc.core.estimate.model_counts import Identity
 from flopcalc.core.estimate.notes import describe_formats, describe_kernels, describe_work
 from flopcalc.core.estimate.padding import list_padding
 from flopcalc.core.model.bound import BoundModel, bind_model

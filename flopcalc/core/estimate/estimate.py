@@ -1,26 +1,116 @@
-"""Estimate: FLOPs of one step, exact ints at once, the breakdown when asked for."""
+"""Estimator and Estimate: a bound model in; FLOPs of one step out, exact ints at once, the breakdown when asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, Unpack, cast, runtime_checkable
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.rows import Rows, Table, shorten, show_rows
-from flopcalc.base.units import check_size, format_flops, format_parameters, format_share
-from flopcalc.base.vocabulary import BY, CONVENTIONS, By, Convention, PickedKernel, check_flag, check_word
+from flopcalc.base.presentation import find_presenter
+from flopcalc.base.rows import Rows, Table, shorten
+from flopcalc.base.units import check_size, format_flops, format_share
+from flopcalc.base.vocabulary import (
+    BY,
+    CONVENTIONS,
+    By,
+    Convention,
+    Kernel,
+    Phase,
+    PickedKernel,
+    Recompute,
+    check_flag,
+    check_word,
+)
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
-from flopcalc.core.estimate.estimator import Estimator as Estimator
-from flopcalc.core.estimate.estimator import Identity
+from flopcalc.core.estimate.inputs import PLAIN, CallMedia, Inputs, check_no_sampling, make_load, read_call
+from flopcalc.core.estimate.model_counts import Identity, ModelCounts
+from flopcalc.core.estimate.sampling import Sampling
 from flopcalc.core.model.ops import Op, join
 from flopcalc.core.spec.spec import PARTS
-from flopcalc.core.workload.workload import Workload
+from flopcalc.core.workload.workload import Media, Workload, make_workload
 from flopcalc.hardware.devices import Device
 
-if TYPE_CHECKING:
-    from flopcalc.core.estimate.sampling import Sampling
+
+@runtime_checkable
+class Estimator(ModelCounts, Protocol):
+    """A model bound once, counted from its spec or traced: call it with a workload."""
+
+    def __call__(
+        self,
+        batch_size: int = 1,
+        seq_len: int | None = None,
+        *,
+        lengths: Iterable[int] | None = None,
+        batch: Mapping[str, object] | None = None,
+        phase: Phase = "train",
+        context: int | None = None,
+        logits: int | str | None = None,
+        decoder_seq_len: int | None = None,
+        **media: Unpack[CallMedia],
+    ) -> Estimate:
+        """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
+
+        Images, videos and audio are those of the whole batch: `images` are files or (width, height) in pixels,
+        `image_grid_thw` the same in patches; `audio` is in seconds, `clips` the same in frames of the model's feature
+        extractor. `text` is the length without their tokens, instead of `seq_len`.
+        """
+        if batch is not None:
+            others = (seq_len, lengths, context, decoder_seq_len, *media.values())
+            if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
+                raise WorkloadError("batch already says sizes, lengths and images: give it alone")
+            check_no_sampling(self.source.name, phase)
+            return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
+        if not PLAIN.issuperset(media):
+            asked = read_call(
+                batch_size, seq_len, lengths=lengths, decoder_seq_len=decoder_seq_len, phase=phase, context=context,
+                logits=logits, **media,
+            )  # fmt: skip
+            estimate, notes = self.estimate_inputs(asked)
+            return estimate.add_notes(notes) if notes else estimate
+        # A training loop calls this at every step: grids and clips are taken as they are.
+        check_no_sampling(self.source.name, phase)
+        load = make_workload(
+            batch_size,
+            seq_len,
+            lengths=lengths,
+            phase=phase,
+            context=context,
+            logits=logits,
+            decoder_seq_len=decoder_seq_len,
+            **cast("Media", media),
+        )
+        if load.grids and self.vision is not None and self.vision.kind == "tiles":
+            for grid in load.grids:
+                self.vision.check_tiles(grid, "image_grid_thw")
+        return self.estimate(load)
+
+    def estimate_inputs(self, inputs: Inputs) -> tuple[Estimate, list[str]]:
+        """FLOPs of one step on such samples, and notes on what was assumed."""
+        load, notes = make_load(self, inputs)
+        return self.estimate(load), notes
+
+    def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate: ...
+
+    def estimate_batch(
+        self,
+        batch: Mapping[str, object],
+        *,
+        phase: Phase = "train",
+        logits: int | str | None = None,
+        read_device: bool = True,
+    ) -> Estimate: ...
+
+    def change(
+        self,
+        *,
+        recompute: Recompute | None = None,
+        convention: Convention | None = None,
+        attention_kernel: Kernel | None = None,
+        compute: str | None = None,
+        device: Device | None = None,
+    ) -> Estimator: ...
 
 
 class Term(NamedTuple):
@@ -406,86 +496,14 @@ class Estimate(Value):
 
     def table(self, by: By = "component", depth: int | None = None) -> Table:
         """A breakdown as people read it: headers, and rows of rounded counts with their shares."""
-        _, rows = self.breakdown(by, depth)
-        total = self.total
-        # What few steps have is a column only where there is some.
-        extras = {"recompute": self.recompute, "clipping": self.clipping}
-        has = [bool(value) for value in extras.values()]
-        shown = []
-        for row in rows:
-            if by == "module":
-                path, _, count, forward, backward, *more, parameters = row
-                head: list[object] = [_shorten(path, 32 - 12 * sum(has)), count]
-                tail = [format_parameters(parameters) if parameters else "-"]
-            else:
-                (name, forward, backward, *more), tail = row, []
-                head = [name]
-            share = format_share(forward + backward + sum(more), total)
-            cells = [_cell(value) for value, is_shown in zip(more, has, strict=True) if is_shown]
-            shown.append([*head, _cell(forward), _cell(backward), *cells, share, *tail])
-        names = ["module", "×"] if by == "module" else [by]
-        extra_names = [name for name, value in extras.items() if value]
-        headers = [*names, "forward", "backward", *extra_names, "share", *(["params"] if by == "module" else [])]
-        sums = [
-            "total",
-            *([""] if by == "module" else []),
-            _cell(self.forward),
-            _cell(self.backward),
-            *(_cell(value) for value in extras.values() if value),
-            format_share(total, total),
-            *([format_parameters(self.parameters["total"])] if by == "module" else []),
-        ]
-        return Table(headers, [*shown, sums])
+        return find_presenter().make_table(self, by, depth)
 
     def describe(self) -> str:
         """The work in one line: phase, sizes, what trains."""
-        estimator, load, times = self.terms[0]
-        pieces: list[str] = [load.phase]
-        if self.pipeline is not None:
-            pieces = self.pipeline.describe(load.rows)
-            times = times if self.pipeline.phase == "train" else 1
-        elif load.layout == "packed" and load.documents is not None:
-            pieces.append(f"{len(load.documents)} documents packed into {load.rows} × {load.seq} tokens")
-        elif load.decoder is not None:
-            side = load.decoder
-            tail = f" new tokens after {side.context} cached" if load.phase == "decode" else " tokens"
-            source = f"{load.rows} × {load.seq} tokens" if load.seq else f"{len(load.clips)} clips"
-            pieces.append(f"{source} encoded, {side.rows} × {side.seq}{tail} decoded")
-        elif load.phase == "decode":
-            pieces.append(f"{load.rows} × {load.seq} new tokens after {load.context} cached")
-        elif not load.seq:
-            pieces.append(_describe_grids(load))
-        else:
-            pieces.append(f"{load.rows} × {load.seq} tokens{' (padded)' if load.layout == 'padded' else ''}")
-        times //= self.replicas
-        if times > 1:
-            pieces.append(f"{times} micro-batches")
-        if self.gpus > 1:
-            accumulated = f" × {times}" if times > 1 else ""
-            groups = f"{self.gpus} GPUs" + (f" in {self.replicas} groups" if self.replicas != self.gpus else "")
-            pieces.append(f"{groups} × {load.rows}{accumulated} = {self.global_batch:,} sequences a step")
-        if len(self.terms) > 1 and self.pipeline is None:
-            pieces.append(f"and {len(self.terms) - 1} more")
-        recipe = estimator.recipe
-        if estimator.head != "lm":
-            pieces.append(f"head {estimator.head}")
-        if recipe.lora:
-            pieces.append(f"LoRA r={recipe.lora.r} on {'+'.join(recipe.lora.targets)}")
-        if recipe.train_only:
-            pieces.append(f"only {', '.join(recipe.train_only)} trains")
-        if recipe.freeze:
-            pieces.append(f"{', '.join(recipe.freeze)} frozen")
-        if recipe.recompute != "none":
-            pieces.append(f"recompute {recipe.recompute}")
-        if recipe.clipping != "none":
-            pieces.append(f"clipping {recipe.clipping}")
-        if estimator.routing is not None:
-            pieces.append(f"routing {estimator.routing}")
-        return ", ".join(pieces)
+        return find_presenter().describe_work(self)
 
     def _repr_html_(self) -> str:
-        caption = f"{self.terms[0].estimator.source.name}: {self.describe()}; convention {self.convention}"
-        return show_rows(*self.table(), caption=caption)
+        return find_presenter().show_estimate(self)
 
 
 def check_estimate(value: object) -> Estimate:
@@ -503,22 +521,13 @@ def check_tokens(estimate: Estimate, what: str) -> Estimate:
 
 
 def _describe_size(load: Workload) -> str:
-    return f"{load.rows} x {load.seq}" if load.seq or load.decoder is not None else _describe_grids(load)
+    return f"{load.rows} x {load.seq}" if load.seq or load.decoder is not None else describe_grids(load)
 
 
-def _describe_grids(load: Workload) -> str:
+def describe_grids(load: Workload) -> str:
     """'2 images', '1 clip' or both: what a model without text reads."""
     counts = ((len(load.grids), "image"), (len(load.videos), "clip"))
     return " and ".join(f"{count} {word}{'s' * (count > 1)}" for count, word in counts if count) or "no images"
-
-
-def _cell(value: int) -> str:
-    return format_flops(value).removesuffix("FLOPs").strip() if value else "-"
-
-
-def _shorten(path: str, limit: int) -> str:
-    """A path of at most `limit` characters: the front gives way, the last names stay."""
-    return path if len(path) <= limit else "…" + path[1 - limit :]
 
 
 def _merge_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from flopcalc.base.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_items
-from flopcalc.base.vocabulary import PipelinePhase
+from flopcalc.base.units import check_items, check_size, parse_sizes
+from flopcalc.base.vocabulary import Phase, PipelinePhase
 from flopcalc.core.estimate.checks import ask_for_images
-from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sampling
+from flopcalc.core.estimate.model_counts import ModelCounts, Picture
 from flopcalc.core.model.vision import Vision
-from flopcalc.core.workload.workload import Grid, Workload, make_workload
+from flopcalc.core.workload.workload import Grid, Media, Workload, make_workload, read_grids
 
+_SIZE = re.compile(r"-?\d+[xX]-?\d+")
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
+
+
+class CallMedia(Media, total=False):
+    """What a bound model takes beside sizes; `images` are files or (width, height) in pixels, `audio` seconds."""
+
+    images: Iterable[Picture] | None
+    videos: Iterable[object] | None
+    max_pixels: int | None
+    audio: Iterable[float] | None
+    text: int | None
+    # diffusion models alone
+    sampling_steps: int | None
+    guidance: bool | str | None
+    parts: Iterable[str] | str | None
+
+
+PLAIN = frozenset(Media.__annotations__)  # what make_workload takes as it is
 
 
 @frozen()
@@ -42,7 +63,92 @@ class Inputs(Value):
     of_batch: bool = False  # images, videos and audio are those of the whole batch, not of each sample
 
 
-def make_load(estimator: Estimator, inputs: Inputs) -> tuple[Workload, list[str]]:
+def read_call(
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    *,
+    lengths: Iterable[int] | None = None,
+    decoder_seq_len: int | None = None,
+    phase: PipelinePhase = "train",
+    context: int | None = None,
+    logits: int | str | None = None,
+    **media: Any,
+) -> Inputs:
+    """The arguments of a bound model's call; its images, videos and audio are those of the whole batch."""
+    for name in media:
+        if name not in CallMedia.__annotations__:
+            raise WorkloadError(
+                f"a bound model takes no {name}.{format_nearest(name, CallMedia.__annotations__)} Sizes are given in "
+                "the call; what trains, formats and the device are given to bind()"
+            )
+
+    def read_size(name: str, value: int | None) -> int | None:
+        return None if value is None else check_size(value, name)
+
+    def read_items(name: str) -> tuple[Any, ...]:
+        value = media.get(name)
+        return () if value is None else tuple(check_items(value, name))
+
+    def read_rows(name: str) -> tuple[Grid, ...]:
+        value = media.get(name)
+        return () if value is None else read_grids(value, name)
+
+    return Inputs(
+        batch=check_size(batch_size, "batch_size"),
+        seq=read_size("seq_len", seq_len),
+        text=read_size("text", media.get("text")),
+        lengths=None if lengths is None else tuple(check_items(lengths, "lengths")),
+        decoder_seq=decoder_seq_len,
+        images=read_images(media.get("images") or (), "image"),
+        image_grids=read_rows("image_grid_thw"),
+        videos=read_videos(media.get("videos") or (), "video"),
+        video_grids=read_rows("video_grid_thw"),
+        max_pixels=read_size("max_pixels", media.get("max_pixels")),
+        audio=read_items("audio"),
+        clips=read_items("clips"),
+        phase=phase,
+        context=context,
+        logits=logits,
+        sampling_steps=media.get("sampling_steps"),
+        guidance=media.get("guidance"),
+        parts=media.get("parts"),
+        of_batch=True,
+    )
+
+
+def read_images(value: Any, field: str) -> tuple[Any, ...]:
+    """'640x480' or (640, 480) is a size; any other text is the name of a file."""
+    items = (value,) if isinstance(value, str) else check_items(value, spell(field))
+    return tuple(_read_image(each, field) for each in items)
+
+
+def _read_image(value: object, field: str) -> Any:
+    if not isinstance(value, str) or os.path.isfile(value):
+        return value
+    if _SIZE.fullmatch(value) is None:
+        raise WorkloadError(f"{spell(field)}: {format_value(value)} is neither WIDTHxHEIGHT nor a file")
+    return parse_sizes(value.lower(), field, 2, "x")
+
+
+def read_videos(value: Any, field: str) -> tuple[str, ...]:
+    """Videos as parse_video reads them: texts, or (width, height, frames)."""
+    items = (value,) if isinstance(value, str) else check_items(value, spell(field))
+    return tuple(
+        each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(field)))) for each in items
+    )
+
+
+def check_no_sampling(name: str, phase: PipelinePhase, **asked: object) -> Phase:
+    """Refuse arguments that only diffusion models take, and narrow the phase."""
+    for field, value in asked.items():
+        if value is not None:
+            raise WorkloadError(f"{spell(field)} belongs to diffusion models: {name} is none")
+    if isinstance(phase, str) and phase == "sample":
+        raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
+    return phase
+
+
+def make_load(estimator: ModelCounts, inputs: Inputs) -> tuple[Workload, list[str]]:
     """The workload of a batch of such samples, and notes on what was assumed."""
     batch = inputs.batch or 1
     phase = check_no_sampling(
@@ -56,9 +162,13 @@ def make_load(estimator: Estimator, inputs: Inputs) -> tuple[Workload, list[str]
     is_text = estimator.vision is None or estimator.has_text_encoder or estimator.has_decoder
     if not is_text and not (images or videos):
         raise ask_for_images(estimator.source.name, estimator.vision)
-    if phase == "decode" and not is_text:
+    if not is_text:
         name = estimator.source.name
-        raise WorkloadError(f"{name} takes images alone: there is no phase {phase}; forward is one pass")
+        for field in ("seq", "text", "lengths", "logits"):
+            if getattr(inputs, field) is not None:
+                raise WorkloadError(f"{name} takes images alone: leave {spell(field)} out")
+        if phase == "decode":
+            raise WorkloadError(f"{name} takes images alone: there is no phase {phase}; forward is one pass")
     if phase == "decode" and (images or videos):
         raise WorkloadError(f"decode does no vision work: leave images out, their tokens are in {spell('context')}")
     clips = [*check_items(inputs.clips or (), "clips"), *(estimator.count_frames(inputs.audio) if inputs.audio else ())]
@@ -82,15 +192,27 @@ def make_load(estimator: Estimator, inputs: Inputs) -> tuple[Workload, list[str]
     return load, notes
 
 
-def _cut_images(estimator: Estimator, inputs: Inputs) -> tuple[list[Grid], list[Grid], list[str]]:
+def _cut_images(estimator: ModelCounts, inputs: Inputs) -> tuple[list[Grid], list[Grid], list[str]]:
     """Grids of all images and videos of a sample."""
     vision = estimator.vision
     if estimator.origin == "trace":
+        if inputs.images or inputs.videos or inputs.video_grids:
+            raise WorkloadError(
+                f"{estimator.source.name} is traced: give its images in patches, {spell('image_grid', 'T,H,W')}"
+            )
+        if inputs.image_grids and inputs.text is not None:
+            raise WorkloadError(
+                f"{estimator.source.name} is traced: give {spell('seq')}, the length with visual tokens, instead of "
+                f"{spell('text')}"
+            )
         return list(inputs.image_grids), [], []
     if not (inputs.images or inputs.image_grids or inputs.videos or inputs.video_grids):
         if inputs.max_pixels is not None:
             raise WorkloadError(f"{spell('max_pixels')} needs {spell('image')} or {spell('video')}")
         return [], [], []
+    if vision is None and (inputs.videos or inputs.video_grids):
+        is_text = "" if estimator.audio is not None else "is a text model: it "
+        raise WorkloadError(f"{estimator.source.name} {is_text}takes no videos")
     samples = inputs.batch or 1 if inputs.of_batch else 1
     images, notes = estimator.cut_images(inputs.images, samples, max_pixels=inputs.max_pixels)
     assert vision is not None  # a text model's images were refused
@@ -105,7 +227,7 @@ def _cut_images(estimator: Estimator, inputs: Inputs) -> tuple[list[Grid], list[
     return images, videos, [*notes, *found]
 
 
-def _cut_videos(estimator: Estimator, vision: Vision, inputs: Inputs) -> tuple[list[Grid], list[str]]:
+def _cut_videos(estimator: ModelCounts, vision: Vision, inputs: Inputs) -> tuple[list[Grid], list[str]]:
     """Grids of the videos that are given in seconds or frames."""
     if not inputs.videos:
         return [], []
@@ -123,7 +245,7 @@ def _cut_videos(estimator: Estimator, vision: Vision, inputs: Inputs) -> tuple[l
 
 
 def _find_length(
-    estimator: Estimator, inputs: Inputs, images: Sequence[Grid], videos: Sequence[Grid], clips: Sequence[int]
+    estimator: ModelCounts, inputs: Inputs, images: Sequence[Grid], videos: Sequence[Grid], clips: Sequence[int]
 ) -> int | None:
     """Positions of the language model; None where documents or a decoder's length say it."""
     sizes = {"seq": inputs.seq, "text": inputs.text, "lengths": inputs.lengths}
@@ -165,7 +287,7 @@ def _find_length(
 
 
 def _count_filled(
-    estimator: Estimator, inputs: Inputs, images: Sequence[Grid], videos: Sequence[Grid], clips: Sequence[int]
+    estimator: ModelCounts, inputs: Inputs, images: Sequence[Grid], videos: Sequence[Grid], clips: Sequence[int]
 ) -> int:
     """Positions of one sample of a decoder-only model that images, videos and audio fill."""
     filled: list[int] = []
@@ -186,7 +308,7 @@ def _count_filled(
     return sum(filled) // samples
 
 
-def _ask_sizes(estimator: Estimator) -> str:
+def _ask_sizes(estimator: ModelCounts) -> str:
     """What an encoder-decoder needs to know."""
     decoder = f"{spell('decoder_seq', 'N')} for its decoder"
     if estimator.has_text_encoder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.estimate.estimate import Estimate, Estimator
-from flopcalc.core.estimate.inputs import Inputs
+from flopcalc.core.estimate.inputs import Inputs, read_call
 from flopcalc.core.estimate.sampling import PartRun, Sampling
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import Pipeline, read_pipeline
@@ -150,8 +150,6 @@ class PipelineEstimator(Estimator):
                 raise WorkloadError(f"{word} belongs to phase sample, not {asked.phase}")
         if asked.phase in ("prefill", "decode"):
             raise WorkloadError(f"{name} is a diffusion model: its phases are train, forward and sample")
-        if asked.frames is not None and asked.frames > 1 and not self.latents.takes_videos:
-            raise WorkloadError(f"{spell('video')}: {name} takes no videos")
         if self.pipeline is None and samples and asked.steps is None:
             raise WorkloadError(
                 f"{name} is a denoiser without its pipeline: say how often it runs ({spell('sampling_steps', 'N')})"
@@ -230,7 +228,10 @@ class PipelineEstimator(Estimator):
         batch = sizes.pop("batch", None)
         if batch is not None:
             return self.estimate_batch(batch, phase=sizes.get("phase", "train"))
-        return self.ask(read_asked(self, batch_size, seq_len, **sizes))
+        return self.estimate_inputs(read_call(batch_size, seq_len, **sizes))[0]
+
+    def estimate_inputs(self, inputs: Inputs) -> tuple[Estimate, list[str]]:
+        return self.ask(read_inputs(self, inputs)), []
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         """FLOPs of one step of the denoiser alone, on latents as it is given them."""
@@ -296,52 +297,8 @@ class PipelineEstimator(Estimator):
         return self.denoiser.count_visual_tokens(load)
 
 
-def read_asked(
-    estimator: Estimator,
-    batch_size: int = 1,
-    seq_len: int | None = None,
-    *,
-    images: Iterable[object] | None = None,
-    videos: Iterable[object] | None = None,
-    text: int | None = None,
-    sampling_steps: int | None = None,
-    guidance: bool | str | None = None,
-    parts: Iterable[str] | str | None = None,
-    phase: PipelinePhase = "train",
-    **others: object,
-) -> SampleRequest:
-    """estimate_flops' keywords as a request to a diffusion model; `sampling_steps` alone means phase sample."""
-    for name, value in others.items():
-        if value is not None:
-            raise WorkloadError(f"{estimator.source.name} is a diffusion model: it takes no {name}")
-    if seq_len is not None:
-        raise WorkloadError(
-            f"{estimator.source.name} is a diffusion model: the length of its text is {spell('text', 'N')}"
-        )
-    batch = check_size(batch_size, "batch")
-    if images is not None and videos is not None:
-        raise WorkloadError("images and videos are both given: a diffusion model makes one of them")
-    size, frames = _read_sizes(images, batch, 2, "images"), None
-    if videos is not None:
-        video = _read_sizes(videos, batch, 3, "videos")
-        size, frames = (None if video is None else video[:2]), (None if video is None else video[2])
-    steps = None if sampling_steps is None else check_size(sampling_steps, "sampling_steps")
-    if steps is not None and phase == "train":
-        phase = "sample"
-    return SampleRequest(
-        batch,
-        None if size is None else (size[0], size[1]),
-        frames,
-        text,
-        steps,
-        read_guidance(guidance),
-        read_parts(parts),
-        phase,
-    )
-
-
-def read_inputs(estimator: Estimator, inputs: Inputs) -> SampleRequest:
-    """The same of what a command's options say."""
+def read_inputs(estimator: PipelineEstimator, inputs: Inputs) -> SampleRequest:
+    """A setup's inputs as a request to a diffusion model."""
     if len(inputs.images) + len(inputs.videos) > 1 and not inputs.of_batch:
         raise WorkloadError(f"{estimator.source.name} makes one image or video per sample: give one size")
     for flag, value in (
@@ -354,17 +311,30 @@ def read_inputs(estimator: Estimator, inputs: Inputs) -> SampleRequest:
         (spell("max_pixels"), inputs.max_pixels),
         (spell("context"), inputs.context),
         (spell("logits"), inputs.logits),
-        (spell("clips"), inputs.clips),
+        (spell("clips"), inputs.clips or None),
     ):
         if value is not None:
             raise WorkloadError(
                 f"{flag}: {estimator.source.name} is a diffusion model; give {spell('image')} or "
                 f"{spell('video')}, {spell('text')}"
             )
-    return read_asked(
-        estimator, inputs.batch or 1, images=inputs.images or None, videos=inputs.videos or None, text=inputs.text,
-        sampling_steps=inputs.sampling_steps, guidance=inputs.guidance, parts=inputs.parts, phase=inputs.phase,
-    )  # fmt: skip
+    batch = check_size(1 if inputs.batch is None else inputs.batch, "batch")
+    if inputs.images and inputs.videos:
+        raise WorkloadError("images and videos are both given: a diffusion model makes one of them")
+    if inputs.videos and not estimator.latents.takes_videos:
+        raise WorkloadError(f"{spell('video')}: {estimator.source.name} takes no videos")
+    size = _read_sizes(inputs.images, batch, 2, "images") or _read_sizes(inputs.videos, batch, 3, "videos")
+    steps = None if inputs.sampling_steps is None else check_size(inputs.sampling_steps, "sampling_steps")
+    return SampleRequest(
+        batch,
+        None if size is None else (size[0], size[1]),
+        size[2] if size is not None and inputs.videos else None,
+        inputs.text,
+        steps,
+        read_guidance(inputs.guidance),
+        read_parts(inputs.parts),
+        "sample" if steps is not None and inputs.phase == "train" else inputs.phase,
+    )
 
 
 def read_guidance(value: bool | str | None) -> bool | None:
@@ -387,12 +357,12 @@ def read_parts(value: Iterable[str] | str | None) -> tuple[str, ...] | None:
     return found
 
 
-def _read_sizes(given: Iterable[object] | None, batch: int, many: int, what: str) -> tuple[int, ...] | None:
+def _read_sizes(given: Sequence[Any], batch: int, many: int, what: str) -> tuple[int, ...] | None:
     """The one size of all samples: one entry, or the same for each."""
-    if given is None:
+    if not given:
         return None
     sizes: list[tuple[int, ...]] = []
-    for entry in check_items(given, what):
+    for entry in given:
         numbers = entry.lower().split("x") if isinstance(entry, str) else entry
         try:
             numbers = tuple(int(number) for number in numbers)

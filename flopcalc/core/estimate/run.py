@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, format_value
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_positive, format_amount, format_tokens, parse_tokens
+from flopcalc.base.units import check_positive, parse_tokens
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.utilization import find_ideal_time, find_step_time, sum_dtypes
@@ -35,17 +35,6 @@ class Run(NamedTuple):
             "mfu": self.mfu,
             "is_lower_bound": self.is_lower_bound,
         }
-
-    def describe(self) -> list[tuple[str, str]]:
-        """Lines for people, each with its label."""
-        lines = [("run", f"{format_tokens(self.tokens)}: {self.steps:,} steps, {self.flops:.3e} FLOPs")]
-        if self.gpu_hours is None or self.mfu is None:
-            return lines
-        share = f"an MFU of {100 * self.mfu:.1f} %"
-        if self.is_lower_bound:
-            share = f"100 % of the peak: a lower bound, {spell('mfu', '40%')} says what you expect"
-        days = f" ({format_amount(self.gpu_hours / self.gpus / 24)} days on {self.gpus:,})" if self.gpus > 1 else ""
-        return [*lines, ("GPU-hours", f"{format_amount(self.gpu_hours)}{days} at {share}")]
 
 
 def count_run(

@@ -47,17 +47,6 @@ class Sampling(NamedTuple):
         del sizes["phase"]
         return {**sizes, "parts": parts}
 
-    def describe(self, rows: int) -> list[str]:
-        """The work in words."""
-        size = f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
-        pieces = [self.phase, f"{rows} × {size}"]
-        if self.text:
-            pieces.append(f"{self.text} text tokens")
-        if self.sampling_steps is not None:
-            guided = "with" if self.guidance else "without"
-            pieces.append(f"{self.sampling_steps} sampling steps {guided} guidance")
-        return pieces
-
     def times(self, many: int) -> Sampling:
         """These counts, multiplied by `many`."""
         return self._replace(

@@ -20,8 +20,8 @@ from flopcalc.base.validate import FromZero, Keys, Rule, find_fault
 from flopcalc.base.vocabulary import Component, Convention, Kernel, Phase, PipelinePhase, Recompute
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
-from flopcalc.core.estimate.estimate import Estimate, Term
-from flopcalc.core.estimate.estimator import Estimator, Identity
+from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
+from flopcalc.core.estimate.model_counts import Identity
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.heads import name_head
 from flopcalc.core.model.ops import TracedModule

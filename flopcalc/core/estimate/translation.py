@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, SpecError, format_value
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_size, parse_number
+from flopcalc.base.units import check_size, format_difference, parse_number
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.published_conventions import find_quoted, load_quoted
 from flopcalc.core.estimate.utilization import check_positive, find_peak
@@ -264,10 +264,8 @@ def _describe(rows: list[TranslatedRow], is_fit: bool, best: str | None) -> list
     if is_fit:
         fitting = [row.name for row in rows if row.fits]
         if not fitting:
-            nearest = rows[0]
-            notes.append(
-                f"no convention fits within 0.5 %; the nearest, {nearest.name}, is {format_difference(nearest)}"
-            )
+            distance = format_difference(rows[0].difference)
+            notes.append(f"no convention fits within 0.5 %; the nearest, {rows[0].name}, is {distance}")
         elif len(fitting) > 1:
             notes.append(f"{len(fitting)} conventions fit within 0.5 %: for this model they are nearly equal")
     over = [row.name for row in rows if row.mfu is not None and row.mfu > 1]
@@ -280,11 +278,3 @@ def _describe(rows: list[TranslatedRow], is_fit: bool, best: str | None) -> list
     if named is not None and named.note:
         notes.append(named.note)
     return notes
-
-
-def format_difference(row: TranslatedRow) -> str:
-    """+1.2 %, with a sign; what rounds to nothing has none."""
-    if row.difference is None:
-        return "-"
-    text = f"{100 * row.difference:+.2f} %"
-    return "0.00 %" if text[1:] == "0.00 %" else text

@@ -8,6 +8,7 @@ from typing import TypeAlias, TypedDict, Unpack
 
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import BATCH_LAYOUTS, PHASES, BatchLayout, Phase, check_word
 
@@ -68,7 +69,7 @@ class Workload(Value):
 
     def _check_together(self) -> None:
         if self.context and self.phase != "decode":
-            raise WorkloadError(f"context belongs to phase decode, not {self.phase}")
+            raise WorkloadError(f"{spell('context')} belongs to phase decode, not {self.phase}")
         if self.decoder is not None:
             if not isinstance(self.decoder, Workload):
                 raise WorkloadError(f"decoder must be a Workload, not {format_value(self.decoder)}")

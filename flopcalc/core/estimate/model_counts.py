@@ -1,15 +1,15 @@
-"""Estimator: a model that was bound once, counted from its spec or traced, and makes estimates of workloads."""
+"""What a bound model is and counts; an Estimator (estimate.py) makes estimates of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, Unpack, cast, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size
-from flopcalc.base.vocabulary import Convention, Kernel, Phase, PickedKernel, PipelinePhase, Recompute
+from flopcalc.base.vocabulary import Convention, PickedKernel
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Weights
 from flopcalc.core.model.config import Source
@@ -18,32 +18,13 @@ from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import Spec
-from flopcalc.core.workload.workload import Grid, Media, Workload, make_workload
-from flopcalc.hardware.devices import Device
+from flopcalc.core.workload.workload import Grid, Workload
 from flopcalc.hardware.routing import EVEN, Routing
 
 if TYPE_CHECKING:
-    from flopcalc.core.estimate.estimate import Estimate
     from flopcalc.core.model.audio import Audio
 
 Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
-
-
-class CallMedia(Media, total=False):
-    """What a bound model takes beside sizes; `images` are files or (width, height) in pixels, `audio` seconds."""
-
-    images: Iterable[Picture] | None
-    audio: Iterable[float] | None
-    # diffusion models alone
-    videos: Iterable[object] | None
-    text: int | None
-    sampling_steps: int | None
-    guidance: bool | str | None
-    parts: Iterable[str] | str | None
-
-
-_SAMPLED = frozenset(("videos", "text", "sampling_steps", "guidance", "parts"))
-_UNCUT = _SAMPLED | {"audio", "images"}  # what make_workload does not take
 
 
 class Identity(NamedTuple):
@@ -62,9 +43,8 @@ class Identity(NamedTuple):
         return hash(self[:-2])  # to hash every op of the stages costs more than to count them
 
 
-@runtime_checkable
-class Estimator(Protocol):
-    """A model bound once, counted from its spec or traced: call it with a workload."""
+class ModelCounts(Protocol):
+    """A model bound once, counted from its spec or traced: what it is, and its counts of a workload."""
 
     origin: str  # "spec" or "trace"
     source: Source
@@ -84,78 +64,6 @@ class Estimator(Protocol):
     formats: Formats
     identity: Identity
     asked_routing: Routing | None = None
-
-    def __call__(
-        self,
-        batch_size: int = 1,
-        seq_len: int | None = None,
-        *,
-        lengths: Iterable[int] | None = None,
-        batch: Mapping[str, object] | None = None,
-        phase: Phase = "train",
-        context: int | None = None,
-        logits: int | str | None = None,
-        decoder_seq_len: int | None = None,
-        **media: Unpack[CallMedia],
-    ) -> Estimate:
-        """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
-
-        Images and audio are those of the whole batch: `images` are files or (width, height) in pixels, `image_grid_thw`
-        the same in patches; `audio` is in seconds, `clips` the same in frames of the model's feature extractor.
-        """
-        notes: tuple[str, ...] = ()
-        is_plain = _UNCUT.isdisjoint(media)  # grids and clips as they are: a training loop calls this at every step
-        sampled = {} if is_plain else {name: value for name, value in media.items() if name in _SAMPLED}
-        check_no_sampling(self.source.name, phase, **sampled)
-        if batch is not None:
-            others = (seq_len, lengths, context, decoder_seq_len, *media.values())
-            if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
-                raise WorkloadError("batch already says sizes, lengths and images: give it alone")
-            return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
-        audio, images = media.get("audio"), media.get("images")
-        sizes = cast("Media", media if is_plain else {name: each for name, each in media.items() if name not in _UNCUT})
-        if audio is not None:
-            clips = media.get("clips")
-            sizes["clips"] = [*(check_items(clips, "clips") if clips is not None else ()), *self.count_frames(audio)]
-        if images is not None:
-            if media.get("image_grid_thw") is not None:
-                raise WorkloadError("images and image_grid_thw are both given: give the images in one way")
-            sizes["image_grid_thw"], notes = self.cut_images(images, batch_size)
-        load = make_workload(
-            batch_size,
-            seq_len,
-            lengths=lengths,
-            phase=phase,
-            context=context,
-            logits=logits,
-            decoder_seq_len=decoder_seq_len,
-            **sizes,
-        )
-        if load.grids and self.vision is not None and self.vision.kind == "tiles":
-            for grid in load.grids:
-                self.vision.check_tiles(grid, "image_grid_thw")
-        return self.estimate(load, notes)
-
-    def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate: ...
-
-    def estimate_batch(
-        self,
-        batch: Mapping[str, object],
-        *,
-        phase: Phase = "train",
-        logits: int | str | None = None,
-        read_device: bool = True,
-    ) -> Estimate: ...
-
-    def change(
-        self,
-        *,
-        recompute: Recompute | None = None,
-        convention: Convention | None = None,
-        attention_kernel: Kernel | None = None,
-        compute: str | None = None,
-        device: Device | None = None,
-    ) -> Estimator: ...
 
     def count(self, load: Workload, convention: Convention) -> Flops: ...
 
@@ -230,7 +138,7 @@ class Estimator(Protocol):
         samples = check_size(batch_size, "batch")
         if max_pixels is not None and sizes:
             if not self.vision.has_pixel_limit:
-                raise WorkloadError(f"max_pixels: {self.source.name}'s processor has no such limit")
+                raise WorkloadError(f"{spell('max_pixels')}: {self.source.name}'s processor has no such limit")
             preprocessor = {**(preprocessor or {}), "max_pixels": check_size(max_pixels, "max_pixels")}
         for size in sizes:
             if not isinstance(size, Sequence) or len(size) != 2:
@@ -246,20 +154,3 @@ class Estimator(Protocol):
 
     def count_patches(self, load: Workload) -> int:
         return sum(self.vision.count_patches(grid) for grid in load.all_grids) if self.vision else 0
-
-
-@runtime_checkable
-class SamplingEstimator(Protocol):
-    """The estimator of a diffusion model."""
-
-    def ask(self, asked: object) -> Estimate: ...
-
-
-def check_no_sampling(name: str, phase: PipelinePhase, **asked: object) -> Phase:
-    """Refuse arguments that only diffusion models take, and narrow the phase."""
-    for field, value in asked.items():
-        if value is not None:
-            raise WorkloadError(f"{spell(field)} belongs to diffusion models: {name} is none")
-    if isinstance(phase, str) and phase == "sample":
-        raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
-    return phase
