@@ -12,10 +12,11 @@ from flopcalc.cli.command import Command
 
 @click.command(cls=Command)
 @click.option("--out", metavar="DIR", help="Write a static site instead. It works from any file server, and offline.")
+@click.option("--address", metavar="URL", help="Where the written site will be found: links to it then show a picture.")
 @click.option("--pyodide", metavar="DIR", help="Folder with Pyodide's files. Without it, npm fetches them once.")
 @click.option("--port", metavar="N", help="Port to serve on (default: 8417, or any free one).")
 @click.option("--no-browser", is_flag=True, help="Do not open a browser.")
-def web(out: str | None, pyodide: str | None, port: str | None, no_browser: bool) -> None:
+def web(out: str | None, address: str | None, pyodide: str | None, port: str | None, no_browser: bool) -> None:
     """The exact calculator as a page in the browser.
 
     The page runs this package in the browser, with Pyodide. It sends your input nowhere. Examples:
@@ -29,11 +30,13 @@ def web(out: str | None, pyodide: str | None, port: str | None, no_browser: bool
     if out is not None:
         if port is not None or no_browser:
             raise WorkloadError("--out writes files and serves none: leave --port and --no-browser out")
-        notes = build_site(out, pyodide)
+        notes = build_site(out, pyodide, address or "")
         size = sum(size for _, size in list_sizes(out))
         click.echo(f"written: {out} ({size / 1e6:.1f} MB)", err=True)
         _show_notes(notes)
         return
+    if address is not None:
+        raise WorkloadError("--address belongs to a site that is written: give --out too")
     _serve(pyodide, None if port is None else parse_size(port, "--port"), opens=not no_browser)
 
 

@@ -10,19 +10,35 @@ from typing import TYPE_CHECKING, Any
 from flopcalc.base.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.base.files import format_json, parse_json
 from flopcalc.base.spelling import spell_option, use_spelling
-from flopcalc.base.vocabulary import CONVENTIONS
+from flopcalc.base.vocabulary import CONVENTIONS, check_word
 from flopcalc.setup.counting import SetupEstimate, find_shares
 from flopcalc.setup.setup import Setup
 from flopcalc.web.setups import Page, count_page, make_page_setup, read_page, write_lines
 
 if TYPE_CHECKING:
+    from flopcalc.core.estimate.estimate import Estimate
+    from flopcalc.hardware.devices import Device
     from flopcalc.planning.plan import Plan
+    from flopcalc.prediction.memory.peak import Memory
 
 Answer = dict[str, Any]
 Progress = Callable[[int, int], None]  # layouts that are done, layouts in all
 
 EXACT = 2**53 - 1  # JavaScript's numbers are exact up to here: what is larger is sent as text
 _MOST_POINTS = 4000  # of a plan's picture
+_MOST_LARGEST = 1 << 24
+_UNIT_SEQ = 256  # a longest sequence is a multiple of it
+# Fields beside which another cannot be changed alone.
+_FIXED = {"batch": ("lengths", "global_batch"), "seq": ("lengths", "text", "image", "video", "audio")}
+_LOADS = (1, 4, 16, 64, 256)  # requests in flight of a serving curve
+_IMAGE = "1024x1024"  # of a curve over images, where the form has none
+# What each curve goes over.
+_CURVES = {
+    "seq": tuple(1 << power for power in range(8, 18)),
+    "batch": tuple(1 << power for power in range(9)),
+    "images": (0, 1, 2, 4, 8, 16),
+    "gpus": tuple(1 << power for power in range(0, 13, 2)),
+}
 
 
 def answer(question: str, progress: Progress | None = None) -> str:
@@ -49,9 +65,12 @@ def _answer(asked: Mapping[str, object], progress: Progress | None) -> Answer:
         return read_launch_file(str(asked.get("name", "")), str(asked.get("text", "")), page)
     if what == "explain":
         return _answer_explain(page, str(asked.get("op", "")))
+    if what == "curve":
+        return _answer_curve(page, str(asked.get("over", "")), str(asked.get("of", "")))
     known: dict[object, Callable[[Page], Answer]] = {
         "flops": _answer_flops, "export": _answer_export, "conventions": _answer_conventions,
-        "translate": _answer_translate, "time": _answer_time, "memory": _answer_memory, "roofline": _answer_roofline,
+        "translate": _answer_translate, "time": _answer_time, "memory": _answer_memory, "longest": _answer_longest,
+        "roofline": _answer_roofline, "serving": _answer_serving, "loads": _answer_loads,
     }  # fmt: skip
     if not isinstance(what, str) or what not in known:
         raise FlopcalcError(f"no such question: {format_value(what)}")
@@ -83,8 +102,26 @@ def _answer_flops(page: Page) -> Answer:
         "work": counted.estimate.describe(),
         "estimate": shown,
         "groups": [group.path for group in find_groups(build_tree(leaves))],  # a colour each
+        "unused": list_unused(counted.estimate),
         "lines": write_lines(page, "flops"),
     }
+
+
+def list_unused(estimate: Estimate) -> list[str]:
+    """Fields of the form that say nothing about such a model: the page hides them."""
+    from flopcalc.core.model.ops import list_routed
+
+    estimator, load, _ = estimate.terms[0]
+    if estimate.pipeline is not None:
+        return ["seq", "lengths", "decoder_seq", "context", "logits", "audio", "image_grid", "video_grid", "max_pixels"]
+    is_there = {
+        ("image", "image_grid", "video", "video_grid", "max_pixels"): estimator.vision is not None,
+        ("audio",): estimator.audio is not None,
+        ("decoder_seq",): load.decoder is not None,
+        ("routing", "ep", "expert_imbalance"): bool(list_routed(estimator.stages)),
+        ("sampling_steps", "guidance", "parts"): False,
+    }
+    return [name for names, is_used in is_there.items() if not is_used for name in names]
 
 
 def _describe(setup: Setup, counted: SetupEstimate) -> Answer:
@@ -191,51 +228,145 @@ def _answer_time(page: Page) -> Answer:
 
 
 def _answer_memory(page: Page) -> Answer:
-    """What fills the memory, and what would fit: the largest batch, with and without recomputation, by device."""
+    """What fills the memory of a step, what checkpointing changes, and which devices it fits on; a device is optional."""
     from flopcalc.hardware.devices import load_devices
     from flopcalc.prediction.memory.peak import find_capacity
-    from flopcalc.prediction.step import find_largest_batch, predict_estimate
 
-    _, counted, settings = _count_step(page)
-    found = predict_estimate(counted.estimate, advise=False, **settings)
-    assert found.memory is not None  # it was asked for
-    kept = {}
+    counted, memory = _find_memory(page)
     estimator, load, _ = counted.estimate.terms[0]
     chosen = estimator.recipe.recompute
+    kept = {}
     for word in ("none", "full") if estimator.trains(load) else ():
-        other, estimate = found, counted.estimate
-        if word != chosen:
-            estimate = count_page(page.set(recompute=word), "predict", "hardware")[1].estimate
-            other = predict_estimate(estimate, advise=False, **settings)
-        assert other.memory is not None
+        own = page.set(recompute=word)
+        step, other = (counted, memory) if word == chosen else _find_memory(own)
         kept[word] = {
-            "activations": other.memory.activations,
-            "peak": other.memory.peak,
-            "fits": other.fits,
-            "largest_batch": find_largest_batch(estimate, **settings),
+            "activations": other.activations,
+            "peak": other.peak,
+            "flops": step.estimate.totals["hardware"],
+            "largest_batch": _find_largest(own, "batch"),
         }
-    own = kept.get(chosen)
-    largest = own["largest_batch"] if own else find_largest_batch(counted.estimate, **settings)
-    shown = {**found.to_dict()["memory_bytes"], "largest_batch": largest}
+    device = _find_device(page)
+    capacity = find_capacity(device) if device is not None and device.memory_gb is not None else None
+    largest = kept[chosen]["largest_batch"] if chosen in kept else _find_largest(page, "batch")
+    shown = {
+        **memory.to_dict(),
+        "fits": None if capacity is None else memory.peak <= capacity,
+        "capacity": capacity,
+        "largest_batch": largest,
+    }
     devices = [
-        {
-            "id": device.id,
-            "name": device.name,
-            "capacity": find_capacity(device),
-            "fits": found.memory.peak <= find_capacity(device),
-        }
-        for device in load_devices()[0]
-        if device.memory_gb is not None
+        {"id": each.id, "name": each.name, "capacity": find_capacity(each), "fits": memory.fits(each)}
+        for each in load_devices()[0]
+        if each.memory_gb is not None
     ]
     return {
         "what": "memory",
         "memory": shown,
         "by_recompute": kept,
         "devices": devices,
-        "notes": list(dict.fromkeys([*found.memory.notes, *counted.notes])),
+        "notes": list(dict.fromkeys([*memory.notes, *counted.notes])),
         "json": format_json({"memory_bytes": shown, "by_recompute": kept}),
         "lines": write_lines(page, "memory"),
     }
+
+
+def _answer_longest(page: Page) -> Answer:
+    """The longest sequence whose step fits on the device; null where the length is not the form's to change."""
+    return {"what": "longest", "tokens": _find_largest(page, "seq")}
+
+
+def _find_device(page: Page) -> Device | None:
+    from flopcalc.hardware.devices import find_device
+
+    return find_device(page.fields["device"]) if "device" in page.fields else None
+
+
+def _find_memory(page: Page) -> tuple[SetupEstimate, Memory]:
+    """A step's memory: it needs no device, nor a peak of one."""
+    from flopcalc.prediction.execution_options import choose_execution, find_kernel, settle_estimate
+    from flopcalc.prediction.memory.peak import predict_memory
+
+    setup, counted = count_page(page, "predict", "hardware")
+    estimate, device = counted.estimate, _find_device(page)
+    execution = choose_execution(setup.get("execution"), setup.get("compile", False))
+    kernel: str = "sdpa" if setup.attention_kernel == "auto" else setup.attention_kernel
+    kind = setup.formats.compute or estimate.terms[0].estimator.formats.attention
+    if device is not None and kind in device.peak_tflops:
+        picked = find_kernel(device, kind, setup.attention_kernel)
+        is_asked = setup.attention_kernel != "auto"
+        estimate, kernel, _ = settle_estimate(estimate, picked, execution, is_asked=is_asked)
+    optimizer = setup.get("optimizer", "adamw")
+    settings = {
+        "dtype": setup.formats.compute,
+        "optimizer": "sgd" if optimizer == "none" else optimizer,
+        "attention": kernel,
+        "execution": execution,
+        "is_adding": sum(term.times for term in estimate.terms) > 1,
+    }
+    found = [predict_memory(estimator, load, **settings) for estimator, load, _ in estimate.terms]
+    return counted, max(found, key=lambda memory: memory.peak)
+
+
+def _find_largest(page: Page, field: str) -> int | None:
+    """The largest value of a field (batch, seq) whose step fits on the device, 0 if none; None where none is known."""
+    device = _find_device(page)
+    if device is None or device.memory_gb is None or set(_FIXED[field]) & page.fields.keys():
+        return None
+
+    def fits(value: int) -> bool:
+        try:
+            return _find_memory(page.set(**{field: str(value)}))[1].fits(device)
+        except FlopcalcError:  # longer than the model takes, or more than can be counted
+            return False
+
+    unit = 1 if field == "batch" else _UNIT_SEQ
+    low, high = 0, unit
+    while high <= _MOST_LARGEST and fits(high):
+        low, high = high, 2 * high
+    while high - low > unit:
+        middle = (low + high) // 2 // unit * unit
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _answer_curve(page: Page, over: str, of: str) -> Answer:
+    """FLOPs, seconds or bytes of a step over its length, batch, images or GPUs; what cannot be is left out."""
+    from flopcalc.api import predict_counted
+
+    check_word(over, tuple(_CURVES), "curve", FlopcalcError)
+    check_word(of, ("flops", "time", "memory"), "figure of a curve", FlopcalcError)
+    points, problem = [], ""
+    for value in _CURVES[over]:
+        own = _move(page, over, value)
+        try:
+            if of == "flops":
+                found: float = count_page(own)[1].estimate.flops.total
+            elif of == "memory":
+                found = _find_memory(own)[1].peak
+            else:
+                setup, counted, _ = _count_step(own)
+                found = predict_counted(
+                    counted, setup.replace(values={**setup.values, "advise": False, "memory": False})
+                ).step_time_s.mid
+        except FlopcalcError as error:  # as a length that the model cannot take
+            problem = problem or str(error)
+            continue
+        points.append({"x": value, "y": found})
+    if not points:
+        raise FlopcalcError(problem)
+    return {"what": "curve", "over": over, "of": of, "points": points, "lines": write_lines(page, "flops")}
+
+
+def _move(page: Page, over: str, value: int) -> Page:
+    """The form with another length, batch, number of images or GPUs, and without what says the same."""
+    if over == "images":
+        images = page.fields.get("image", ()) or (_IMAGE,)
+        fields = {name: each for name, each in page.fields.items() if name != "seq"}
+        text = page.fields.get("text") or page.fields.get("seq", "")
+        return page._replace(fields={**fields, "text": text, "image": images[:1] * value})
+    dropped = {"seq": ("lengths", "text"), "batch": ("lengths",), "gpus": ("global_batch",)}[over]
+    fields = {name: each for name, each in page.fields.items() if name not in dropped}
+    return page._replace(fields={**fields, over: str(value)})
 
 
 def _answer_roofline(page: Page) -> Answer:
@@ -251,6 +382,28 @@ def _answer_roofline(page: Page) -> Answer:
         "notes": counted.all_notes,
         "lines": write_lines(page, "roofline"),
     }
+
+
+def _answer_serving(page: Page) -> Answer:
+    """The model behind a serving engine, as `flopcalc serving`."""
+    from flopcalc.server.serve import serve_setup
+
+    shown = serve_setup(make_page_setup(page, "serving")).to_dict()
+    return {"what": "serving", "serving": shown, "json": format_json(shown), "lines": write_lines(page, "serving")}
+
+
+def _answer_loads(page: Page) -> Answer:
+    """The same deployment under other loads."""
+    from flopcalc.server.serve import serve_setup
+
+    rows = []
+    for load in _LOADS:
+        fields = {name: value for name, value in page.fields.items() if name != "rate"}
+        own = page._replace(fields={**fields, "concurrency": str(load)})
+        found = serve_setup(make_page_setup(own, "serving")).to_dict()
+        if found["fits"]:
+            rows.append({"concurrency": load, **{name: found[name] for name in ("ttft_s", "tpot_s", "tokens_per_s")}})
+    return {"what": "loads", "rows": rows}
 
 
 def _answer_plan(page: Page, progress: Progress | None) -> Answer:

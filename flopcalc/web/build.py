@@ -24,6 +24,7 @@ from flopcalc.core.recipe.formats import load_stored
 from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import load_interconnects
 from flopcalc.web.answers import answer
+from flopcalc.web.card import draw_card
 from flopcalc.web.compiled import compile_python
 from flopcalc.web.packages import find_package, is_locked, load_lock
 from flopcalc.web.setups import describe_form
@@ -48,6 +49,7 @@ _SKIPPED = (
     "monitor",
     "web/static",
     "web/build.py",
+    "web/card.py",
     "web/compiled.py",
     "web/packages.py",
     "web/serve.py",
@@ -57,8 +59,11 @@ _SKIPPED_DATA = ("examples", "coverage.toml", "launch_ids.toml", "registries")
 _MOMENT = (1980, 1, 1, 0, 0, 0)  # of every file in the zip: the same input gives the same bytes
 
 
-def build_site(out: str, pyodide: str | None = None) -> list[str]:
-    """Write the site into a folder, whole; what the reader should know comes back as notes."""
+def build_site(out: str, pyodide: str | None = None, address: str = "") -> list[str]:
+    """Write the site into a folder, whole; what the reader should know comes back as notes.
+
+    `address` is where it will be found: previews of links need the whole address of their picture.
+    """
     package = load_lock()
     source = find_package(package, pyodide)
     notes = []
@@ -70,7 +75,7 @@ def build_site(out: str, pyodide: str | None = None) -> list[str]:
     _check_folder(out)
     part = f"{os.path.abspath(out)}.{os.getpid()}.new"
     try:
-        if not _write(part, source, is_tested) and is_tested:
+        if not _write(part, source, is_tested, address) and is_tested:
             notes.append("without Node the page's Python is not compiled ahead: it starts about a fifth more slowly")
         if os.path.isdir(out):
             shutil.rmtree(out)
@@ -91,7 +96,7 @@ def _check_folder(out: str) -> None:
         raise FlopcalcError(f"{out}: is not a folder")
 
 
-def _write(out: str, pyodide: str, compiles: bool) -> bool:
+def _write(out: str, pyodide: str, compiles: bool, address: str) -> bool:
     """Write all files; whether Python's are compiled."""
     shutil.copytree(STATIC, out)
     os.makedirs(os.path.join(out, "pyodide"))
@@ -100,11 +105,14 @@ def _write(out: str, pyodide: str, compiles: bool) -> bool:
     python = os.path.join(out, "flopcalc.zip")
     write_python(python)
     is_compiled = compiles and compile_python(python, pyodide)
+    _compress(python)
     default = answer(json.dumps({"what": "flops", "setup": DEFAULT}))
     data = json.dumps({**describe_choices(), "default": {"setup": DEFAULT}}, ensure_ascii=False, separators=(",", ":"))
     _put(out, "data.json", data)
-    page = make_page(_read(os.path.join(STATIC, "index.html")), default)
+    page = make_page(_read(os.path.join(STATIC, "index.html")), default, address)
     _put(out, "index.html", page)
+    with open(os.path.join(out, "card.png"), "wb") as file:
+        file.write(draw_card(json.loads(default)["estimate"]["modules"]))
     files = sorted(name for name in _list_files(out) if name != "sw.js")
     digest = hashlib.sha256()
     for name in files:
@@ -117,7 +125,7 @@ def _write(out: str, pyodide: str, compiles: bool) -> bool:
     return is_compiled
 
 
-def make_page(template: str, default: str) -> str:
+def make_page(template: str, default: str, address: str = "") -> str:
     """index.html with the default question's answer in it, as text and as data."""
     found = json.loads(default)["estimate"]
     flops = {name: int(value) for name, value in found["flops"].items()}
@@ -130,6 +138,7 @@ def make_page(template: str, default: str) -> str:
         "BACKWARD": f"{flops['backward']:,}",
         "MODEL": DEFAULT["model"],
         "SEQ": f"{int(DEFAULT['seq']):,}",
+        "CARD": f"{address.rstrip('/')}/card.png" if address else "card.png",
     }
     page = re.sub(r"\{\{([A-Z]+)\}\}", lambda found: escape(values[found[1]], quote=True), template)
     # A closing tag inside the data would end the element early.
@@ -152,12 +161,21 @@ def write_python(path: str) -> None:
         entries |= {
             f"{module}/{name}": os.path.join(folder, name) for name in _list_files(folder) if name.endswith(".py")
         }
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:  # as unzip.js reads it
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:  # compile.mjs reads it so; _compress comes last
         for name, source in sorted(entries.items()):
             info = zipfile.ZipInfo(name, _MOMENT)
             info.external_attr = 0o644 << 16
             with open(source, "rb") as file:
                 archive.writestr(info, file.read())
+
+
+def _compress(path: str) -> None:
+    """The same zip with its entries deflated: a quarter of the bytes to fetch."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, data in entries:
+            archive.writestr(zipfile.ZipInfo(name, _MOMENT), data, zipfile.ZIP_DEFLATED, 9)
 
 
 def _list_python(root: str) -> Iterator[str]:

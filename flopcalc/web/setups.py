@@ -24,8 +24,10 @@ _ROUTING = re.compile(r"(?:even|spread:.*|[\d\s,]*)", re.ASCII)  # no file: thos
 _MOST_FILES = 40
 _MOST_BOUND = 8
 # What needs this machine, or says again what another field says.
-_ELSEWHERE = ("spec", "download", "trace", "launch", "dtype", "gradient_checkpointing", "compile", "top")
+_ELSEWHERE = ("spec", "download", "trace", "launch", "dtype", "gradient_checkpointing", "compile", "top", "requests")
 PLAN_RECOMPUTE = "plan_recompute"  # what a plan tries; a step has one
+_KEPT = ("gpus", "batch", "phase")  # said even where the value is the default
+_HINTS = {"step_time": "500ms", "tokens_per_second": "9k", "peak": "989T", "mfu": "40%", "tokens": "15T"}
 _SLIDERS = {"batch": (0, 10), "seq": (5, 20), "gpus": (0, 14)}  # powers of two
 _CONTROLS = {
     "device": "device",
@@ -36,7 +38,7 @@ _CONTROLS = {
 }
 _VIEWS: dict[str, Command] = {
     "flops": "estimate", "explain": "explain", "translate": "translate", "time": "predict", "memory": "predict",
-    "roofline": "predict", "plan": "plan",
+    "roofline": "predict", "plan": "plan", "serving": "serving",
 }  # fmt: skip
 _FUNCTIONS = {"estimate": "estimate_flops", "explain": "estimate_flops"}
 _OF_BATCH = ("image", "image_grid", "video", "video_grid", "audio")
@@ -73,10 +75,13 @@ def describe_form(words: Mapping[str, tuple[str, ...]]) -> list[dict[str, Any]]:
 
 def _describe_field(name: str, words: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     field = FIELDS.get(name, FIELDS["micro_batch"])
-    found: dict[str, Any] = {"name": name, "kind": _CONTROLS.get(name, "text"), "hint": field.metavar}
+    hint = _HINTS.get(name) or (field.default if field.default.isdigit() else field.metavar)
+    found: dict[str, Any] = {"name": name, "kind": _CONTROLS.get(name, "text"), "hint": hint}
     known = words.get(name) or (field.words if name in FIELDS else ())
     if known and name not in _CONTROLS:
-        found |= {"kind": "select", "words": known, "optional": not field.default, "first": field.default}
+        is_open = name == "phase"  # what a model does where nothing is said depends on it
+        first = "" if is_open else field.default
+        found |= {"kind": "select", "words": known, "optional": not first, "first": first}
     elif field.kind == "flag":
         found["kind"] = "flag"
     elif field.repeats:
@@ -137,7 +142,7 @@ def list_given(page: Page, command: Command) -> dict[str, Any]:
         given.pop("recompute", None)
         if PLAN_RECOMPUTE in page.fields:
             given["recompute"] = page.fields[PLAN_RECOMPUTE]
-    return {name: value for name, value in given.items() if value != fields[name].default or name in ("gpus", "batch")}
+    return {name: value for name, value in given.items() if value != fields[name].default or name in _KEPT}
 
 
 def make_page_setup(page: Page, command: Command) -> Setup:

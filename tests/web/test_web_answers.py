@@ -281,3 +281,101 @@ def test_plan_equals_both_lines_and_tells_progress(capsys: Capture) -> None:
     front = [point["layout"] for point in found["points"] if point["is_front"]]
     assert front == [point["layout"] for point in found["plan"]["front"]]
     assert len(found["points"]) == found["plan"]["layouts"]["fit"]
+
+
+def test_memory_needs_neither_a_device_nor_its_peak() -> None:
+    setup = {"model": "llama-3.2-1b", "seq": "1024"}
+    alone, with_v100 = (ask("memory", given)["memory"] for given in (setup, {**setup, "device": "v100-sxm2-16gb"}))
+    assert alone["peak"] == with_v100["peak"]
+    assert (alone["fits"], alone["capacity"], alone["largest_batch"]) == (None, None, None)
+    assert with_v100["fits"] is True
+
+
+def test_checkpointing_has_its_cost_beside_its_gain() -> None:
+    kept = ask("memory", {"model": "llama-3.2-1b", "seq": "1024", "device": "h200-sxm"})["by_recompute"]
+    for word in ("none", "full"):
+        own = flopcalc.estimate_flops(
+            "llama-3.2-1b", seq_len=1024, recompute=word, device="h200-sxm", convention="hardware"
+        )
+        assert kept[word]["flops"] == own.total
+    assert kept["full"]["activations"] < kept["none"]["activations"]
+
+
+def test_longest_sequence_fits_and_the_next_does_not() -> None:
+    setup = {"model": "llama-3.2-1b", "seq": "1024", "device": "t4"}
+    longest = ask("longest", setup)["tokens"]
+    assert longest % 256 == 0
+    assert [ask("memory", {**setup, "seq": str(seq)})["memory"]["fits"] for seq in (longest, longest + 256)] == [
+        True,
+        False,
+    ]
+    assert ask("longest", {"model": "llama-3.2-1b", "lengths": "8,9", "device": "t4"})["tokens"] is None
+
+
+@pytest.mark.parametrize(
+    ("over", "keyword", "values"),
+    [
+        ("seq", "seq_len", tuple(1 << power for power in range(8, 18))),
+        ("batch", "batch_size", tuple(1 << power for power in range(9))),
+        ("gpus", "gpus", tuple(1 << power for power in range(0, 13, 2))),
+    ],
+)
+def test_curve_of_flops(over: str, keyword: str, values: tuple[int, ...]) -> None:
+    points = ask("curve", {"model": "llama-3.2-1b", "seq": "1024"}, over=over, of="flops")["points"]
+    expected = [flopcalc.estimate_flops("llama-3.2-1b", **{"seq_len": 1024, keyword: value}).total for value in values]
+    assert [(point["x"], int(point["y"])) for point in points] == list(zip(values, expected, strict=True))
+
+
+def test_curve_over_images() -> None:
+    setup = {"model": "qwen2-vl-7b", "text": "128", "image": ["640x480"]}
+    points = ask("curve", setup, over="images", of="flops")["points"]
+    expected = [
+        flopcalc.estimate_flops("qwen2-vl-7b", text=128, images=["640x480"] * count).total
+        for count in (0, 1, 2, 4, 8, 16)
+    ]
+    assert [int(point["y"]) for point in points] == expected
+
+
+def test_curves_of_memory_and_time_are_the_views_own() -> None:
+    setup = {"model": "llama-3.2-1b", "seq": "1024", "device": "h200-sxm"}
+    memory, time = (
+        {p["x"]: p["y"] for p in ask("curve", setup, over="seq", of=of)["points"]} for of in ("memory", "time")
+    )
+    assert memory[1024] == ask("memory", setup)["memory"]["peak"]
+    assert time[1024] == ask("time", setup)["prediction"]["step_time_s"]["mid"]
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"over": "moons", "of": "flops"}, "curve 'moons' unknown; known: seq, batch, images, gpus"),
+        ({"over": "seq", "of": "joy"}, "figure of a curve 'joy' unknown; known: flops, time, memory"),
+        ({"over": "seq", "of": "time"}, "on which device? Choose one"),
+    ],
+)
+def test_no_such_curve(more: dict[str, str], error: str) -> None:
+    assert ask("curve", {"model": "llama-3.2-1b", "seq": "8"}, **more) == {"error": error}
+
+
+@pytest.mark.parametrize(
+    ("setup", "unused", "used"),
+    [
+        ({"model": "llama-3.2-1b", "seq": "8"}, {"image", "audio", "routing", "guidance", "decoder_seq"}, {"seq"}),
+        ({"model": "qwen2-vl-7b", "seq": "8"}, {"audio", "routing", "guidance"}, {"image", "video", "max_pixels"}),
+        ({"model": "mixtral-8x7b", "seq": "8"}, {"image"}, {"routing", "ep"}),
+        ({"model": "flux.1-dev"}, {"seq", "lengths", "context"}, {"guidance", "sampling_steps", "image"}),
+    ],
+)
+def test_fields_that_a_model_cannot_use(setup: dict[str, str], unused: set[str], used: set[str]) -> None:
+    found = set(ask("flops", setup)["unused"])
+    assert unused <= found
+    assert not used & found
+
+
+def test_serving_equals_the_command_line(capsys: Capture) -> None:
+    setup = {"model": "llama-3.1-8b", "device": "h100-sxm", "input_len": "1k", "output_len": "64", "concurrency": "4"}
+    answer = ask("serving", setup)
+    assert run_line(capsys, answer["lines"]["command"]) == json.loads(answer["json"])
+    rows = ask("loads", setup)["rows"]
+    assert [row["concurrency"] for row in rows] == [1, 4, 16, 64, 256]
+    assert rows[1]["tpot_s"] == answer["serving"]["tpot_s"]

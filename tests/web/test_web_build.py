@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 import subprocess
 import tarfile
 import threading
@@ -49,11 +50,30 @@ def site(tmp_path_factory: pytest.TempPathFactory, pyodide: Path) -> Path:
 
 def test_default_answer_stands_in_the_page(site: Path) -> None:
     page = (site / "index.html").read_text(encoding="utf-8")
-    assert ">89,406,346,100,736</strong>" in page
+    assert "data-total>89,406,346,100,736</span>" in page
+    assert '<strong class="figure">89.41 TFLOPs</strong>' in page
     assert "{{" not in page
     data = re.search(r'<script type="application/json" id="default">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     assert json.loads(data[1])["estimate"]["flops"]["total"] == 89_406_346_100_736
+
+
+def test_a_link_to_the_page_has_a_title_with_the_number_and_a_picture(site: Path) -> None:
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert 'property="og:title" content="flopcalc: 89.41 TFLOPs for a training step of qwen2-vl-7b' in page
+    assert 'property="og:image" content="card.png"' in page
+    template = (Path(STATIC) / "index.html").read_text(encoding="utf-8")
+    default = json.dumps({"estimate": {"flops": {"total": 3, "forward": 1, "backward": 2}}})
+    assert 'content="https://example.org/f/card.png"' in make_page(template, default, "https://example.org/f/")
+    picture = (site / "card.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", picture[16:24]) == (1200, 630)
+
+
+def test_python_is_compressed(site: Path) -> None:
+    with zipfile.ZipFile(site / "flopcalc.zip") as archive:
+        infos = archive.infolist()
+    assert sum(info.compress_size for info in infos) < 0.45 * sum(info.file_size for info in infos)
 
 
 def test_policy_names_one_other_host(site: Path) -> None:

@@ -421,3 +421,185 @@ def test_second_visit_needs_no_server(driver: Any, site: Path, tmp_path: Path) -
         again.wait_for_view("flops")
         assert again.total() > 0
         assert again.problems == []
+
+
+def test_a_link_with_another_view_and_language_into_an_open_tab(page: Watched) -> None:
+    page.open(VIEWS["time"])
+    page.wait_for_view("time")
+    page.open(f"{VIEWS['memory']}&lang=zh")
+    page.page.locator("#panel").filter(has_text="峰值时显存的组成").wait_for()
+    page.open(f"{VIEWS['flops']}&lang=en")
+    page.wait_for_view("flops")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "files=zzzz",
+        "files=bnVsbA&seq=8",
+        "lang=toString&model=sweep-tiny&seq=8",
+        "view=__proto__",
+        "b.b.x=3&%",
+        "f.model=",
+    ],
+)
+def test_a_link_with_odd_state_is_answered(page: Watched, state: str) -> None:
+    page.open(state)
+    page.page.locator("#headline").filter(has_not_text="Computing").locator(".figure, .error, .link").first.wait_for()
+    page.open(SMALL)
+    page.wait_for_view("flops")
+
+
+def test_nothing_changes_by_looking(page: Watched, capsys: Capture) -> None:
+    """A view without its device asks for one; the address and the headline stay as they were."""
+    page.open(f"{SMALL}&convention=hardware")
+    total = run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024 --convention hardware")["flops"]["total"]
+    page.wait_for_total(total)
+    for view in ("time", "roofline", "plan", "serving"):
+        page.page.click(f"#tab-{view}")
+        page.page.wait_for_selector(f"#tab-{view}[aria-selected=true]")
+        page.page.locator("#panel .missing #ask-device").wait_for()
+        assert page.total() == total
+        assert "device=" not in page.page.url
+    page.page.click("#tab-time")
+    page.page.select_option("#ask-device", "h200-sxm")
+    page.wait_for_view("time")
+    page.page.wait_for_url("**/#*device=h200-sxm*")
+
+
+def test_step_time_gives_the_mfu(page: Watched, capsys: Capture) -> None:
+    page.open("model=llama-3.1-8b&seq=4096")
+    page.page.select_option("#f-device", "h100-sxm")
+    page.page.fill("#f-gpus", "8")
+    page.page.fill("#f-step_time", "500ms")
+    line = "flopcalc estimate llama-3.1-8b --seq 4096 --device h100-sxm --gpus 8 --step-time 500ms"
+    printed = run_line(capsys, line)
+    page.page.locator("[data-mfu]").filter(has_text=f"MFU {100 * printed['mfu']['value']:.1f} %").wait_for()
+    page.page.locator("[data-hfu]").filter(has_text=f"HFU {100 * printed['hfu']['value']:.1f} %").wait_for()
+
+
+def test_fields_take_what_the_command_line_takes(page: Watched) -> None:
+    page.open("model=llama-3.1-8b&seq=4k&device=h100-sxm&tokens_per_second=9k&view=conventions")
+    panel = page.wait_for_view("conventions")
+    panel.locator("table.quoted").filter(has_text="TFLOP/s").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("state", "field", "text"),
+    [
+        ("model=llama-3.2-1b&seq=abc", "seq", "“Sequence length”: 'abc' is not a whole number; write 4096 or 4k"),
+        ("model=llama-3.2-1b&seq=8&step_time=1", "device", "MFU needs a peak: name a “Device”"),
+        ("model=some/thing&seq=8", "model", "some/thing is no preset, so its config is not known here."),
+    ],
+)
+def test_an_error_stands_once_at_its_field(page: Watched, state: str, field: str, text: str) -> None:
+    page.open(state)
+    message = page.page.locator(f"#e-{field}")
+    message.filter(has_text=text).wait_for()
+    assert page.page.locator("[role=alert]").count() == 1
+    assert page.page.locator("[data-total]").count() == 0
+    page.page.locator("#headline button.link").click()
+    assert page.page.evaluate("() => document.activeElement.id") == f"f-{field}"
+
+
+def test_a_failed_start_is_said(context: Any, opened: Watched) -> None:
+    """As where WebAssembly is blocked: no view says that it computes."""
+    broken = context.new_page()
+    broken.route("**/pyodide/pyodide.asm.wasm", lambda route: route.abort())
+    broken.goto(f"{opened.address}#{VIEWS['memory']}")
+    broken.locator("#status.error").filter(has_text="Python did not start").wait_for()
+    broken.locator("#headline [role=alert]").filter(has_text="Python did not start").wait_for()
+    assert "Computing" not in broken.locator("main").inner_text()
+    broken.close()
+
+
+def test_fields_follow_the_model(page: Watched) -> None:
+    page.open("model=llama-3.2-1b&seq=8")
+    page.wait_for_view("flops")
+    page.page.locator("[data-field=audio]").wait_for(state="hidden")
+    assert page.page.locator("details[data-section=media]").is_hidden()
+    page.open("model=qwen2-vl-7b&seq=8")
+    page.page.locator("details[data-section=media]").wait_for()
+    page.open("model=flux.1-dev&sampling_steps=4")
+    page.page.locator("#f-phase option:checked").filter(has_text="default: sample").wait_for(state="attached")
+    page.page.locator("[data-field=seq]").wait_for(state="hidden")
+    assert "visual tokens" not in page.page.locator("#headline").inner_text()
+
+
+def test_packed_lengths_take_the_place_of_the_length(page: Watched, capsys: Capture) -> None:
+    page.open(SMALL)
+    page.wait_for_view("flops")
+    page.page.locator("details[data-section=work] summary").click()
+    page.page.fill("#f-lengths", "512,1024,512")
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --lengths 512,1024,512")["flops"]["total"])
+
+
+def test_picker_searches_by_family_and_size(page: Watched, capsys: Capture) -> None:
+    page.open(SMALL)
+    page.wait_for_view("flops")
+    page.page.fill("#f-model", "mixtral 8x7b")
+    page.page.locator("#presets [role=option]").filter(has_text="mixtral-8x7b").first.wait_for()
+    page.page.keyboard.press("ArrowDown")
+    page.page.keyboard.press("Enter")
+    page.wait_for_total(run_line(capsys, "flopcalc estimate mixtral-8x7b --seq 1024")["flops"]["total"])
+
+
+def test_curves_of_three_set_ups(page: Watched, capsys: Capture) -> None:
+    page.open(f"{SMALL}&b.model=qwen2.5-0.5b&b.seq=1k&c.model=llama-3.1-8b&c.seq=1k&view=curves&over=seq&of=flops")
+    panel = page.wait_for_view("curves")
+    panel.locator("polyline.curve").nth(2).wait_for()
+    assert panel.locator("tbody tr").count() == 10
+    page.page.select_option("#curve-over", "batch")
+    panel.locator("th", has_text="samples").first.wait_for()
+    for at, name in enumerate(("llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b")):
+        page.wait_for_total(run_line(capsys, f"flopcalc estimate {name} --seq 1024")["flops"]["total"], at)
+
+
+def test_six_set_ups_with_their_shares(page: Watched) -> None:
+    others = "".join(
+        f"&{letter}.model=llama-3.2-1b&{letter}.seq={seq}"
+        for letter, seq in zip("bcdef", (1, 2, 4, 8, 16), strict=True)
+    )
+    page.open(f"{SMALL}{others}")
+    page.page.locator("#panel table").filter(has_text="F: llama-3.2-1b").first.wait_for()
+    assert page.page.locator("#headline .card").count() == 6
+    assert page.page.locator("#add-setup").count() == 0
+
+
+def test_memory_says_what_fits_and_how_long(page: Watched) -> None:
+    page.open(f"{SMALL}&view=memory")  # without a device
+    panel = page.wait_for_view("memory")
+    panel.filter(has_text="Fits on").wait_for()
+    page.open(f"{SMALL}&device=v100-sxm2-16gb&view=memory")  # it has no bf16
+    panel.filter(has_text="The longest sequence that fits").wait_for()
+    panel.filter(has_text="executed FLOPs").wait_for()
+
+
+def test_csv_has_units_in_columns_of_their_own(page: Watched) -> None:
+    page.open(VIEWS["time"])
+    panel = page.wait_for_view("time")
+    with page.page.expect_download() as download:
+        panel.get_by_role("button", name="CSV").click()
+    head, first, *_ = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
+    assert head == "kind,time,time unit,share,share unit"
+    name, value, unit, share, percent = first.split(",")
+    assert (name, unit, percent) == ("matrix products", "ms", "%")
+    assert float(value) > 0
+    assert 0 < float(share) <= 100
+
+
+def test_a_saved_picture_says_what_it_shows(page: Watched) -> None:
+    page.open(VIEWS["memory"])
+    panel = page.wait_for_view("memory")
+    with page.page.expect_download() as download:
+        panel.get_by_role("button", name="SVG").click()
+    texts = [each.text for each in ElementTree.parse(download.value.path()).iter("{http://www.w3.org/2000/svg}text")]
+    assert "Memory: llama-3.2-1b" in texts
+    assert any((text or "").startswith("weights 2.30 GiB") for text in texts)
+
+
+def test_serving_view(page: Watched, capsys: Capture) -> None:
+    page.open("model=llama-3.2-1b&device=h100-sxm&input_len=1k&output_len=64&concurrency=4&view=serving")
+    panel = page.wait_for_view("serving")
+    printed = run_line(capsys, read_line(page))
+    assert f"{round(printed['tokens_per_s']['mid']):,} tokens/s" in panel.inner_text()

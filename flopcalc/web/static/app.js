@@ -1,33 +1,36 @@
 // The page: state, form and views joined; questions go to Python, answers come back and are shown.
 import { firstWorker } from "./boot.js";
-import { h } from "./dom.js";
+import { h, notes } from "./dom.js";
 import { Dropped, Engine } from "./engine.js";
 import { copy, savePng, saveSvg, saveText, tablesToCsv } from "./exports.js";
 import { fetchHub, listDropped, readFiles } from "./files.js";
 import { Form } from "./form.js";
 import { choose, LANGUAGES, load, t, translatePage } from "./i18n.js";
-import { add, bytes, exact, flops } from "./numbers.js";
-import { makeState, read, VIEWS, write } from "./state.js";
+import { add, bytes, exact, flops, percent, short } from "./numbers.js";
+import { LETTERS, makeState, read, VIEWS, write } from "./state.js";
 import * as conventions from "./views/conventions.js";
+import * as curves from "./views/curves.js";
 import * as flopsView from "./views/flops.js";
 import * as memory from "./views/memory.js";
 import * as plan from "./views/plan.js";
 import * as roofline from "./views/roofline.js";
+import * as serving from "./views/serving.js";
 import * as time from "./views/time.js";
 
-const PLACES = { flops: flopsView, conventions, roofline, time, memory, plan };
-const LETTERS = ["A", "B"];
-const FIRST_DEVICE = "h200-sxm"; // measured
+const PLACES = { flops: flopsView, curves, memory, time, roofline, plan, serving, conventions };
 const PLAN_PAUSE_MS = 500;
+const COLUMN_WIDTH = 420; // pixels that a set-up beside others needs
 
 const find = (id) => document.getElementById(id);
 const quick = new Engine((kind, reason) => onStatus(kind, reason), firstWorker); // counts: always answers at once
-const slow = new Engine((kind, reason) => kind === "failed" && say(t("status.failed", { reason }), true)); // seconds, bytes, plans
+const slow = new Engine((kind, reason) => kind === "failed" && onStatus(kind, reason)); // seconds, bytes, plans
 let data; // what the form offers
 let state;
 let form;
 let counted = []; // the headline's answers, one for each set-up
-let shown = []; // the view's answers
+let shown = []; // the answers of the view that `shownIn` names
+let shownIn = "";
+let failure = ""; // why Python did not start
 let explanation = null; // the answer of `explain` for the box that is open
 let round = 0; // grows with every change: what belongs to an older one is not shown
 let isLive = false;
@@ -76,7 +79,12 @@ function say(text, isError = false) {
 
 function onStatus(kind, reason) {
   if (kind === "failed") {
-    say(t("status.failed", { reason }), true);
+    failure = t("status.failed", { reason });
+    say(failure, true);
+    if (form) {
+      renderHeadline();
+      renderPanel();
+    }
     return;
   }
   isLive = true;
@@ -138,8 +146,9 @@ function listeners() {
     if (!found || (await write(found)) === (await write(state))) return;
     const language = state.lang;
     state = { ...found, active: 0 };
-    if (state.lang && state.lang !== language) await switchLanguage(state.lang);
     counted = [];
+    shown = [];
+    if (state.lang && state.lang !== language) await switchLanguage(choose(state.lang));
     await refresh();
   });
   addEventListener("dragover", (event) => {
@@ -170,8 +179,9 @@ function change(name, value) {
   const isEmpty = value === "" || value === false || (Array.isArray(value) && !value.length);
   if (isEmpty) delete setup[name];
   else setup[name] = value;
-  if (name === "text" && !isEmpty) delete setup.seq;
-  if (name === "seq" && !isEmpty) delete setup.text;
+  // Each of these says the length by itself.
+  const lengths = { text: ["seq", "lengths"], seq: ["text", "lengths"], lengths: ["seq", "text", "batch"] };
+  if (!isEmpty) for (const other of lengths[name] ?? []) delete setup[other];
   refresh();
 }
 
@@ -179,14 +189,13 @@ function chooseModel(value) {
   const setup = active();
   delete setup.files;
   setup.model = value;
-  const known = data.presets.some((preset) => preset.name === value || preset.aliases.includes(value));
   const byHub = data.presets.find((preset) => preset.hub_id === value);
   if (byHub) setup.model = byHub.name;
   // A diffusion model has sizes in pixels, every other a length.
   const preset = data.presets.find((each) => each.name === setup.model || each.aliases.includes(setup.model));
   if (preset?.type.endsWith("Pipeline")) delete setup.seq;
   else if (preset && !setup.text && !setup.lengths) setup.seq ||= data.default.setup.seq;
-  if (known || byHub || !value.includes("/")) refresh();
+  refresh();
 }
 
 async function takeFiles(files, folder = "") {
@@ -243,14 +252,6 @@ async function takeLaunch(name, text) {
 
 function openView(name) {
   state.view = name;
-  const place = PLACES[name];
-  for (const setup of state.setups) {
-    if (place.needsDevice) setup.device ||= FIRST_DEVICE;
-    if (name === "plan") {
-      setup.gpus ||= "64";
-      setup.tokens ||= "1T";
-    }
-  }
   shown = [];
   refresh();
 }
@@ -275,6 +276,7 @@ async function askCounts(mine) {
       // A slider moves on while Python counts: what arrives is shown all the same, it is the newest there is.
       counted[at] = { ...answer, of: JSON.stringify(setup) };
       if (mine === round) settle();
+      if (at === state.active) form.fit(answer);
       renderHeadline();
       if (state.view === "flops") renderPanel();
     } catch (error) {
@@ -305,16 +307,19 @@ async function askExplanation(mine) {
   }
 }
 
+// Fields that a view needs and a set-up lacks: the panel asks for them; nothing is chosen for the visitor.
+const listMissing = () => (PLACES[state.view].needs?.(state) ?? []).filter((name) => state.setups.some((setup) => !setup[name]));
+
 async function askView(mine) {
   const place = PLACES[state.view];
-  if (!place.channel) {
+  const view = state.view;
+  if (!place.channel || listMissing().length) {
     if (slow.current) slow.cancel();
     shown = [];
     renderPanel();
     return;
   }
-  const isCounted = state.view === "conventions";
-  const engine = isCounted ? quick : slow;
+  const engine = place.isQuick?.(state) ? quick : slow;
   if (place.isLong) {
     engine.cancel();
     renderProgress(0, 0);
@@ -327,15 +332,16 @@ async function askView(mine) {
   try {
     const answers = await Promise.all(state.setups.map(async (setup, at) => {
       const found = {};
-      for (const what of place.questions(setup)) {
+      for (const what of place.questions(setup, state)) {
         const progress = what === "plan" ? (done, whole) => mine === round && renderProgress(done, whole) : null;
-        found[what] = await engine.ask(`${what}-${at}`, { what, setup }, progress);
+        found[what] = await engine.ask(`${what}-${at}`, { what, setup, ...place.details?.(state) }, progress);
       }
       return found;
     }));
-    if (state.view !== Object.keys(PLACES).find((name) => PLACES[name] === place)) return;
+    if (state.view !== view || answers.length !== state.setups.length) return;
     if (mine !== round && place.isLong) return;
     shown = answers;
+    shownIn = view;
     if (mine === round) find("panel").removeAttribute("aria-busy");
     renderPanel();
   } catch (error) {
@@ -370,22 +376,23 @@ function renderSetups() {
     type: "button", "aria-pressed": String(at === state.active), "data-setup": LETTERS[at],
     onclick: () => { state.active = at; render(); },
   }, `${LETTERS[at]}: ${setup.model || Object.keys(setup.files ?? {})[0] || "?"}`));
-  const more = state.setups.length === 1
-    ? h("button", { type: "button", id: "add-setup", onclick: () => {
-      state.setups.push(structuredClone(state.setups[0]));
-      state.active = 1;
-      shown = [];
-      refresh();
-    } }, t("setup.add"))
-    : h("button", { type: "button", id: "remove-setup", onclick: () => {
-      state.setups.pop();
-      state.active = 0;
-      counted.length = 1;
-      shown = [];
-      refresh();
-    } }, t("setup.remove"));
+  const change = (id, text, act) => h("button", { type: "button", id, onclick: () => {
+    act();
+    shown = [];
+    refresh();
+  } }, text);
+  const add = state.setups.length < LETTERS.length ? change("add-setup", t("setup.add"), () => {
+    state.setups.push(structuredClone(active()));
+    state.active = state.setups.length - 1;
+  }) : null;
+  const remove = state.setups.length > 1 ? change("remove-setup", t("setup.remove", { letter: LETTERS[state.active || state.setups.length - 1] }), () => {
+    const at = state.active || state.setups.length - 1; // the first goes last
+    state.setups.splice(at, 1);
+    counted.splice(at, 1);
+    state.active = 0;
+  }) : null;
   const focused = document.activeElement?.id;
-  find("setups").replaceChildren(...(state.setups.length > 1 ? buttons : []), more);
+  find("setups").replaceChildren(...(state.setups.length > 1 ? buttons : []), ...[add, remove].filter(Boolean));
   if (focused && find(focused)) find(focused).focus();
 }
 
@@ -399,27 +406,53 @@ function renderTabs() {
 }
 
 function renderHeadline() {
+  const isOne = state.setups.length === 1;
+  form.showError(null);
   const cards = state.setups.map((setup, at) => {
     const answer = counted[at];
-    const letter = state.setups.length > 1 ? `${LETTERS[at]}: ` : "";
-    if (!answer) return h("article", { class: "card" }, h("h2", {}, `${letter}${setup.model ?? ""}`), h("p", {}, t("status.waiting")));
-    if (answer.error) return h("article", { class: "card" }, h("h2", {}, `${letter}${setup.model ?? ""}`), h("p", { class: "error", role: "alert" }, answer.error));
-    const { estimate } = answer;
-    const work = estimate.workload;
-    const pictures = work.images ? t("headline.images", { images: exact(work.images), tokens: exact(work.visual_tokens), patches: exact(work.patches) }) : "";
-    return h("article", { class: "card" },
-      h("h2", {}, `${letter}${estimate.model.name}`),
-      h("p", { class: "answer" }, h("strong", { class: "figure", "data-total": "" }, exact(estimate.flops.total)), " FLOPs",
-        at && counted[0]?.estimate ? h("span", { class: "minor" }, ` ${t("headline.ratio", { ratio: (Number(estimate.flops.total) / Number(counted[0].estimate.flops.total)).toFixed(3) })}`) : null),
-      h("p", {}, `${answer.work}: ${flops(estimate.flops.total)}; ${t("column.forward")} ${exact(estimate.flops.forward)}, ${t("column.backward")} ${exact(estimate.flops.backward)}`,
-        estimate.flops.recompute ? `, ${t("column.recompute")} ${exact(estimate.flops.recompute)}` : ""),
-      h("p", { class: "minor" }, t("headline.parameters", { total: exact(estimate.parameters.total), trainable: exact(estimate.parameters.trainable) }),
-        ` · ${t("headline.weights", { size: bytes(add(...estimate.formats.weights.flatMap((each) => [each.bytes, each.scale_bytes]))), format: estimate.formats.weights.map((each) => each.format).join(" + ") })}`,
-        ` · ${t("headline.convention", { name: estimate.convention })}`, pictures ? ` · ${pictures}` : ""));
+    const name = `${isOne ? "" : `${LETTERS[at]}: `}${answer?.estimate?.model.name ?? setup.model ?? ""}`;
+    return h("article", { class: "card" }, h("h2", {}, name),
+      failure && !answer ? h("p", { class: "error", role: "alert" }, failure)
+        : !answer ? h("p", {}, t("status.waiting"))
+          : answer.error ? showProblem(answer.error, setup, at) : showCount(answer, at));
   });
   const root = find("headline");
-  root.classList.toggle("two", cards.length > 1);
+  root.classList.toggle("two", !isOne);
   root.replaceChildren(...cards);
+}
+
+// The number for people first, the exact one beside it; then MFU, or what it takes to see one.
+function showCount({ estimate, work: words }, at) {
+  const { workload, parameters, formats, mfu, hfu } = estimate;
+  const total = estimate.flops.total;
+  const first = counted[0]?.estimate;
+  const facts = [
+    t("headline.parameters", { total: exact(parameters.total), trainable: exact(parameters.trainable) }),
+    t("headline.weights", { size: bytes(add(...formats.weights.flatMap((each) => [each.bytes, each.scale_bytes]))), format: formats.weights.map((each) => each.format).join(" + ") }),
+    t("headline.convention", { name: estimate.convention }),
+    workload.visual_tokens ? t("headline.images", { images: exact(workload.images), tokens: exact(workload.visual_tokens), patches: exact(workload.patches) }) : "",
+  ];
+  const share = (name, value) => [h("strong", { class: "share", [`data-${name.toLowerCase()}`]: "" }, `${name} ${percent(value.value)}`), " "];
+  return [
+    h("p", { class: "answer" }, h("strong", { class: "figure" }, flops(total)), " ",
+      h("span", { class: "exact" }, "= ", h("span", { "data-total": "" }, exact(total)), " FLOPs"),
+      at && first ? h("span", { class: "minor" }, ` ${t("headline.ratio", { ratio: (Number(total) / Number(first.flops.total)).toFixed(3) })}`) : null),
+    h("p", {}, `${words}: ${t("column.forward")} ${exact(estimate.flops.forward)}, ${t("column.backward")} ${exact(estimate.flops.backward)}`,
+      estimate.flops.recompute ? `, ${t("column.recompute")} ${exact(estimate.flops.recompute)}` : ""),
+    h("p", {}, mfu ? [share("MFU", mfu), share("HFU", hfu), h("span", { class: "minor" }, t("headline.peak", { peak: short(mfu.peak_flops_per_s, "FLOP/s"), device: mfu.device ?? "" }))]
+      : h("button", { type: "button", class: "link", onclick: () => form.open("step_time") }, t("headline.mfu"))),
+    h("p", { class: "minor" }, facts.filter(Boolean).join(" · ")),
+  ];
+}
+
+// An error stands once: at its field where it names one of the form's, else here.
+function showProblem(error, setup, at) {
+  const isHub = !setup.files && /^[\w.-]+\/[\w.-]+$/.test(setup.model ?? "");
+  const field = isHub ? "model" : form.findField(error);
+  if (!field || at !== state.active) return h("p", { class: "error", role: "alert" }, form.reword(error));
+  form.showError(field, isHub ? t("model.unknown", { id: setup.model }) : form.reword(error),
+    isHub ? h("button", { type: "button", id: "fetch-model", onclick: () => takeHub(setup.model) }, t("model.fetchFrom", { host: new URL(data.hub).host })) : null);
+  return h("p", {}, h("button", { type: "button", class: "link", onclick: () => form.open(field) }, t("headline.problem", { field: form.label(field) })));
 }
 
 function renderProgress(done, whole) {
@@ -439,29 +472,50 @@ function renderProgress(done, whole) {
 function renderPanel() {
   const panel = find("panel");
   const place = PLACES[state.view];
-  const answers = place.channel ? shown : counted;
-  if (place.isLong && !answers.length) return; // its progress is shown
-  if (!answers.length || [...answers].some((each) => !each)) {
-    panel.replaceChildren(h("p", { class: "minor" }, t("status.waiting")));
+  const missing = listMissing();
+  const answers = !place.channel ? counted : shownIn === state.view ? shown : [];
+  const isWaiting = answers.length !== state.setups.length || [...answers].some((each) => !each);
+  if (place.isLong && isWaiting && !missing.length && !failure) return; // its progress is shown
+  if (missing.length || isWaiting || failure) {
+    const wanted = missing.map((name) => form.makeCopy(name, (value) => {
+      for (const setup of state.setups) setup[name] ||= value;
+      refresh();
+    }));
+    panel.replaceChildren(...(place.controls?.(controlContext()) ?? []),
+      missing.length ? h("section", { class: "missing" }, h("p", {}, t("missing", { view: t(`view.${state.view}`), fields: missing.map((name) => form.label(name)).join(", ") })), h("div", { class: "fields" }, wanted))
+        : h("p", { class: "minor" }, failure ? t("status.none") : t("status.waiting")));
     return;
   }
   const problem = (answer) => (place.channel ? Object.entries(answer).find(([what, each]) => each.error && what !== "translate")?.[1].error : answer.error);
   const count = state.setups.length;
-  const isNarrow = panel.clientWidth < 760;
-  const width = Math.max(300, Math.round((panel.clientWidth - (count > 1 && !isNarrow ? 24 : 0)) / (isNarrow ? 1 : count)));
-  const context = { state, width, onZoom: zoom, onOpen: openBox, explained };
+  const across = Math.max(1, Math.min(place.isJoint ? 1 : count, Math.floor((panel.clientWidth + 24) / (COLUMN_WIDTH + 24))));
+  const width = Math.max(300, Math.round((panel.clientWidth - 24 * (across - 1)) / across));
+  const context = { state, width, onZoom: zoom, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), notes: (list) => notes(list?.map((each) => form.reword(each)), t("notes")) };
   const good = answers.filter((answer) => !problem(answer));
-  const rendered = good.length ? place.render(good, context) : [];
+  const rendered = good.length ? place.render(good, { ...context, letters: answers.flatMap((answer, at) => (problem(answer) ? [] : [LETTERS[at]])) }) : [];
   const focused = document.activeElement?.dataset?.path;
   const open = new Set([...panel.querySelectorAll("details[open] > summary")].map((each) => each.textContent));
-  panel.replaceChildren(h("div", { class: count > 1 ? "columns two" : "columns" }, answers.map((answer, at) =>
-    h("article", { class: "column", "aria-label": count > 1 ? LETTERS[at] : null },
-      count > 1 ? h("h3", {}, `${LETTERS[at]}: ${counted[at]?.estimate?.model.name ?? state.setups[at]?.model ?? ""}`) : null,
-      problem(answer) ? h("p", { class: "error", role: "alert" }, problem(answer)) : rendered[good.indexOf(answer)],
-      problem(answer) ? null : makeTools(answer, at)))));
+  const explain = (answer, at) => (problem(answer) === counted[at]?.error ? h("p", { class: "minor" }, t("status.none"))
+    : h("p", { class: "error", role: "alert" }, form.reword(problem(answer))));
+  const columns = place.isJoint ? [h("article", { class: "column" }, rendered, answers.map((answer, at) => (problem(answer) ? [h("p", {}, nameSetup(at)), explain(answer, at)] : null)), good.length ? makeTools(answers.find((answer) => !problem(answer)), 0) : null)]
+    : answers.map((answer, at) => h("article", { class: "column", "aria-label": count > 1 ? LETTERS[at] : null },
+      count > 1 ? h("h3", {}, nameSetup(at)) : null,
+      problem(answer) ? explain(answer, at) : rendered[good.indexOf(answer)],
+      problem(answer) ? null : makeTools(answer, at)));
+  const grid = h("div", { class: `columns across-${across}` }, columns);
+  panel.replaceChildren(...(place.controls?.(controlContext()) ?? []), ...(place.compare && good.length > 1 ? place.compare(good, { names: context.names.filter((_, at) => !problem(answers[at])) }) : []), grid);
   for (const each of panel.querySelectorAll("details > summary")) if (open.has(each.textContent)) each.parentElement.open = true;
   if (focused) [...panel.querySelectorAll("rect[data-path]")].find((each) => each.dataset.path === focused)?.focus();
 }
+
+const nameSetup = (at) => `${LETTERS[at]}: ${counted[at]?.estimate?.model.name ?? state.setups[at]?.model ?? ""}`;
+
+// What a view's own choices change: names of the page's state.
+const controlContext = () => ({ state, form, onChoose: (name, value) => {
+  state[name] = value;
+  shown = [];
+  refresh();
+} });
 
 function zoom(path) {
   state.zoom = path;
@@ -494,12 +548,12 @@ function makeTools(answer, at) {
   const main = PLACES[state.view].channel ? answer.translate && !answer.translate.error ? answer.translate : Object.values(answer)[0] : answer;
   const name = `flopcalc-${state.view}${state.setups.length > 1 ? `-${LETTERS[at]}` : ""}`;
   const column = (event) => event.target.closest("article");
-  const picture = (event) => column(event).querySelector("svg.treemap, svg.chart");
+  const picture = (event) => [column(event).querySelector("svg.treemap, svg.chart"), describePicture(at), [...column(event).querySelectorAll(".legend li")]];
   const hasPicture = state.view !== "conventions";
   const button = (label, onclick) => h("button", { type: "button", onclick }, label);
   return h("section", { class: "exports", "aria-label": t("exports") },
     h("div", { class: "buttons" },
-      hasPicture ? [button("PNG", (event) => savePng(name, picture(event))), button("SVG", (event) => saveSvg(name, picture(event)))] : null,
+      hasPicture ? [button("PNG", (event) => savePng(name, ...picture(event))), button("SVG", (event) => saveSvg(name, ...picture(event)))] : null,
       button("CSV", async (event) => saveText(`${name}.csv`, (await askExport(at)).csv ?? tablesToCsv(column(event)), "text/csv")),
       button("JSON", async () => saveText(`${name}.json`, `${(await askExport(at)).json ?? main.json ?? JSON.stringify(main, null, 2)}\n`, "application/json")),
       button(t("exports.link"), async (event) => {
@@ -508,6 +562,13 @@ function makeTools(answer, at) {
       })),
     line(t("exports.command"), main.lines.command),
     main.lines.python ? line("Python", `from flopcalc import ${main.lines.python.split("(")[0]}\n${main.lines.python}`) : null);
+}
+
+// A picture's title: what it shows, of which model, in which step.
+function describePicture(at) {
+  const whole = PLACES[state.view].isJoint ? state.setups.map((_, each) => nameSetup(each)).join(" | ") : counted[at]?.estimate?.model.name ?? "";
+  const answer = counted[at];
+  return [`${t(`view.${state.view}`)}: ${whole}`, answer?.estimate ? `${answer.work}: ${flops(answer.estimate.flops.total)} (flopcalc ${data.version})` : `flopcalc ${data.version}`];
 }
 
 // What the command line would print; other views carry their own.

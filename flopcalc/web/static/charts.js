@@ -120,7 +120,7 @@ function listTicks(low, high, isLog, most = 6) {
 
 // points: {x, y, r, className, text}; lines: {points, className}; both in the data's units.
 export function drawScatter({ width, height, x, y, points, lines, label }) {
-  const box = { left: 64, right: width - 12, top: 10, bottom: height - 42 };
+  const box = { left: 88, right: width - 12, top: 10, bottom: height - 42 };
   const across = makeScale(x.range, [box.left, box.right], x.isLog);
   const up = makeScale(y.range, [box.bottom, box.top], y.isLog);
   const picture = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": label });
@@ -136,7 +136,13 @@ export function drawScatter({ width, height, x, y, points, lines, label }) {
   picture.append(
     s("text", { class: "axis", x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle" }, x.label),
     s("text", { class: "axis", transform: `translate(13 ${(box.top + box.bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, y.label));
+  const tags = []; // where names stand: those of points that lie together would cover each other
   for (const point of points) {
+    const [x0, y0, isRight] = [across(point.x), up(point.y), across(point.x) > box.right - 120];
+    if (point.label && tags.every(([a, b]) => Math.abs(a - x0) > 90 || Math.abs(b - y0) > 13)) {
+      tags.push([x0, y0]);
+      picture.append(s("text", { class: "tag", x: x0 + (isRight ? -10 : 10), y: y0 - 9, "text-anchor": isRight ? "end" : "start" }, point.label));
+    }
     picture.append(s("circle", { class: `point ${point.className ?? ""}`, cx: across(point.x), cy: up(point.y), r: point.r ?? 4 },
       s("title", {}, point.text)));
   }

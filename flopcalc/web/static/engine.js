@@ -12,6 +12,7 @@ export class Engine {
     this.next = 0;
     this.worker = null;
     this.isReady = false;
+    this.failure = ""; // why Python did not start
   }
 
   start() {
@@ -28,6 +29,7 @@ export class Engine {
   // The answer to a question; a question of the same channel that still waits is dropped.
   ask(channel, question, onProgress = null) {
     this.start();
+    if (this.failure) return Promise.reject(new Error(this.failure));
     this.waiting.get(channel)?.reject(new Dropped());
     return new Promise((resolve, reject) => {
       this.waiting.delete(channel);
@@ -78,6 +80,7 @@ export class Engine {
   }
 
   fail(reason) {
+    this.failure = reason;
     this.onStatus("failed", reason);
     for (const each of [...(this.current ? [this.current] : []), ...this.waiting.values()]) {
       each.reject(new Error(reason));

@@ -1,8 +1,10 @@
 // The form of one set-up: fields by section; every change goes to `onChange(name, value)`.
 import { h } from "./dom.js";
 import { t, word } from "./i18n.js";
+import { Picker } from "./picker.js";
 
-const OPEN = ["work", "hardware"]; // sections that a wide screen shows open
+const FIRST = ["phase", "batch", "seq", "device", "gpus", "step_time"]; // what most visitors change stands first
+const SUGGESTED = { device: ["h200-sxm", "h100-sxm", "b200", "a100-sxm-80gb", "rtx-4090"], gpus: ["8", "64", "512"], tokens: ["100B", "1T", "15T"], input_len: ["1k", "8k"], output_len: ["256", "1k"] };
 
 export class Form {
   constructor(root, data, { onChange, onModel, onFiles, onHub, onLaunch }) {
@@ -15,25 +17,27 @@ export class Form {
 
   build(handlers) {
     const open = new Map([...this.root.querySelectorAll("details[data-section]")].map((each) => [each.dataset.section, each.open]));
-    const isWide = matchMedia("(min-width: 60rem)").matches; // on a phone the result comes after a short form
     this.fields.clear();
-    this.root.replaceChildren(this.makeModel(handlers), ...this.data.form.map(({ name, fields }) =>
-      h("details", { "data-section": name, open: open.get(name) ?? (OPEN.includes(name) && isWide) },
-        h("summary", {}, t(`section.${name}`)),
-        h("div", { class: "fields" }, fields.map((field) => this.makeField(field))))));
+    this.table = new Map(this.data.form.flatMap(({ fields }) => fields.map((field) => [field.name, field])));
+    const first = FIRST.filter((name) => this.table.has(name)).map((name) => this.makeField(this.table.get(name)));
+    this.root.replaceChildren(this.makePicker(handlers), h("div", { class: "fields first" }, first), this.makeModel(handlers),
+      ...this.data.form.map(({ name, fields }) => {
+        const others = fields.filter((field) => !FIRST.includes(field.name));
+        return others.length ? h("details", { "data-section": name, open: open.get(name) ?? false },
+          h("summary", {}, t(`section.${name}`)), h("div", { class: "fields" }, others.map((field) => this.makeField(field)))) : null;
+      }).filter(Boolean));
   }
 
-  makeModel({ onModel, onFiles, onHub, onLaunch }) {
+  makePicker({ onModel }) {
+    const picker = new Picker(this.data.presets, onModel);
+    this.fields.set("model", { write: (value) => picker.write(value ?? "") });
+    return h("div", { class: "model field", "data-field": "model" },
+      h("label", { for: "f-model" }, t("field.model")), picker.element,
+      h("p", { class: "help", id: "model-help" }, t("model.help", { count: this.data.presets.length })));
+  }
+
+  makeModel({ onFiles, onHub, onLaunch }) {
     const data = this.data;
-    const options = data.presets.flatMap((preset) => [
-      h("option", { value: preset.name }, `${(preset.parameters / 1e9).toFixed(2)}B, ${preset.type}`),
-      ...preset.aliases.map((alias) => h("option", { value: alias }, `= ${preset.name}`)),
-    ]);
-    const input = h("input", {
-      id: "f-model", list: "presets", autocomplete: "off", spellcheck: "false", placeholder: "llama-3.1-8b",
-      "aria-describedby": "model-help", oninput: (event) => onModel(event.target.value),
-    });
-    this.fields.set("model", { write: (value) => write(input, value ?? "") });
     const files = h("input", {
       id: "f-files", type: "file", multiple: true, accept: ".json,.toml,.yaml,.yml,image/*", class: "hidden-file",
       onchange: (event) => onFiles([...event.target.files]),
@@ -43,9 +47,6 @@ export class Form {
     const launch = h("textarea", { id: "f-launch", rows: "4", spellcheck: "false", placeholder: "base_model: Qwen/Qwen3-8B\nsequence_len: 4096\n…" });
     this.chosen = h("p", { class: "chosen", id: "chosen-files" });
     return h("div", { class: "model" },
-      h("label", { for: "f-model" }, t("field.model")), input,
-      h("datalist", { id: "presets" }, options),
-      h("p", { class: "help", id: "model-help" }, t("model.help", { count: data.presets.length })),
       h("div", { class: "drop", id: "drop" },
         h("label", { for: "f-files", class: "button" }, t("model.files")), files, h("span", { class: "minor" }, t("model.drop"))),
       this.chosen,
@@ -60,6 +61,83 @@ export class Form {
         h("button", { type: "button", id: "use-hub", onclick: () => onHub(hub.value.trim()) }, t("model.fetch"))));
   }
 
+  // A field's name as the page writes it.
+  label(name) {
+    return word(`field.${name}`, name);
+  }
+
+  // A message of Python with the page's own names in place of options: --max-pixels 1M -> "Processor's max_pixels" 1M.
+  reword(text) {
+    return text.replace(/--([a-z][a-z-]*)/g, (whole, option) => {
+      const name = option.replaceAll("-", "_");
+      return this.fields.has(name) ? t("quoted", { name: this.label(name) }) : whole;
+    });
+  }
+
+  // The field that a message is about: the first that it names.
+  findField(text) {
+    const options = [...text.matchAll(/--([a-z][a-z-]*)/g)].map(([, option]) => option.replaceAll("-", "_"));
+    const first = /^([a-z_]+)\b/.exec(text)?.[1] ?? "";
+    return [...options, first].find((name) => this.fields.has(name) && name !== "model") ?? "";
+  }
+
+  place(name) {
+    return this.root.querySelector(`[data-field="${name}"]`);
+  }
+
+  // Show a field and put the cursor into it.
+  open(name) {
+    const place = this.place(name);
+    place.hidden = false;
+    for (let each = place.closest("details"); each; each = each.parentElement.closest("details")) each.open = true;
+    place.querySelector("input, select, textarea").focus();
+  }
+
+  // One message at its field; null takes the last one away.
+  showError(name, text = "", action = null) {
+    for (const each of this.root.querySelectorAll(".field-error")) each.remove();
+    for (const each of this.root.querySelectorAll("[aria-invalid]")) {
+      each.removeAttribute("aria-invalid");
+      each.removeAttribute("aria-errormessage");
+    }
+    if (!name) return;
+    const place = this.place(name);
+    place.hidden = false;
+    for (let each = place.closest("details"); each; each = each.parentElement.closest("details")) each.open = true;
+    const input = place.querySelector("input, select");
+    input.setAttribute("aria-invalid", "true");
+    input.setAttribute("aria-errormessage", `e-${name}`);
+    place.append(h("p", { class: "error field-error", id: `e-${name}`, role: "alert" }, text, action));
+  }
+
+  // What the answer says about the form: fields that such a model cannot use are hidden, an open choice shows what it means.
+  fit({ unused, estimate }) {
+    if (!unused) return;
+    for (const [name, field] of this.fields) {
+      const place = this.place(name);
+      if (place && name !== "model") place.hidden = unused.includes(name) && !field.hasValue?.();
+    }
+    for (const section of this.root.querySelectorAll("details[data-section]")) {
+      const fields = [...section.querySelectorAll("[data-field]")];
+      if (fields.length) section.hidden = fields.every((each) => each.hidden);
+    }
+    const phase = this.root.querySelector("#f-phase option[value='']");
+    if (phase) phase.textContent = t("word.defaultIs", { value: word(`word.phase.${estimate.workload.phase}`, estimate.workload.phase) });
+  }
+
+  // A field once more, where a view asks for it; with values that many choose.
+  makeCopy(name, onChange) {
+    const field = this.table.get(name);
+    const options = this.listOptions(field);
+    const id = `ask-${name}`;
+    const give = (value) => value && onChange(value);
+    const input = options ? h("select", { id, onchange: (event) => give(event.target.value) }, options.map(([value, text]) => h("option", { value }, text)))
+      : h("input", { id, autocomplete: "off", placeholder: field.hint || null, onchange: (event) => give(event.target.value.trim()) });
+    return h("div", { class: "field" }, h("label", { for: id }, this.label(name)), input,
+      h("div", { class: "buttons" }, (SUGGESTED[name] ?? []).filter((value) => !options || options.some(([each]) => each === value)).map((value) =>
+        h("button", { type: "button", class: "small", onclick: () => give(value) }, options?.find(([each]) => each === value)?.[1] ?? value))));
+  }
+
   makeField(field) {
     const { name, kind, slider = null, hint = "", first = "" } = field;
     const id = `f-${name}`;
@@ -67,8 +145,8 @@ export class Form {
     const change = (value) => this.onChange(name, value);
     if (kind === "flag") {
       const box = h("input", { id, type: "checkbox", onchange: (event) => change(event.target.checked) });
-      this.fields.set(name, { write: (value) => { box.checked = Boolean(value); } });
-      return h("div", { class: "field flag" }, box, label);
+      this.fields.set(name, { write: (value) => { box.checked = Boolean(value); }, hasValue: () => box.checked });
+      return h("div", { class: "field flag", "data-field": name }, box, label);
     }
     const options = this.listOptions(field);
     if (options) {
@@ -78,15 +156,15 @@ export class Form {
         const wanted = value || first;
         if (![...select.options].some((each) => each.value === wanted)) select.append(h("option", { value: wanted }, wanted));
         select.value = wanted;
-      } });
-      return h("div", { class: "field" }, label, select);
+      }, hasValue: () => select.value !== first });
+      return h("div", { class: "field", "data-field": name }, label, select);
     }
     const isList = kind === "list";
     const input = h("input", { id, autocomplete: "off", spellcheck: "false", placeholder: hint || null,
       oninput: (event) => change(isList ? splitList(event.target.value) : event.target.value) });
     if (!slider) {
-      this.fields.set(name, { write: (value) => write(input, isList ? (value ?? []).join(" ") : value ?? "") });
-      return h("div", { class: "field" }, label, input);
+      this.fields.set(name, { write: (value) => write(input, isList ? (value ?? []).join(" ") : value ?? ""), hasValue: () => input.value !== "" });
+      return h("div", { class: "field", "data-field": name }, label, input);
     }
     const [low, high] = slider;
     const range = h("input", { type: "range", min: low, max: high, step: name === "seq" ? "0.125" : "1", class: "slider",
@@ -102,8 +180,8 @@ export class Form {
       const size = readSize(value);
       if (document.activeElement !== range) range.value = String(Math.log2(size || 1));
       range.setAttribute("aria-valuetext", String(size || 1));
-    } });
-    return h("div", { class: "field" }, label, input, range);
+    }, hasValue: () => input.value !== "" });
+    return h("div", { class: "field", "data-field": name }, label, input, range);
   }
 
   listOptions({ name, kind, words, optional }) {

@@ -11,7 +11,7 @@ async function read(language) {
 }
 
 export function choose(wanted) {
-  if (wanted in LANGUAGES) return wanted;
+  if (Object.hasOwn(LANGUAGES, wanted)) return wanted;
   return navigator.languages?.some((each) => each.toLowerCase().startsWith("zh")) &&
     !navigator.languages[0].toLowerCase().startsWith("en") ? "zh" : "en";
 }

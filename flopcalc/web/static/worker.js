@@ -1,13 +1,12 @@
 // Python in a worker: loads Pyodide and flopcalc, then answers one question at a time.
 import createPyodideModule from "./pyodide/pyodide.asm.js";
 import { loadPyodide } from "./pyodide/pyodide.js";
-import { unzip } from "./unzip.js";
 
 const HOME = "/lib/flopcalc-site";
 const archive = fetch("./flopcalc.zip").then((response) => {
   if (!response.ok) throw new Error(`flopcalc.zip: HTTP ${response.status}`);
   return response.arrayBuffer();
-}).then(unzip); // while Pyodide starts
+}); // while Pyodide starts
 
 async function start() {
   const started = performance.now();
@@ -22,13 +21,7 @@ async function start() {
     packageBaseUrl: new URL("./pyodide/", import.meta.url).href,
   });
   const booted = performance.now();
-  const folders = new Set();
-  for (const [name, data] of await archive) {
-    const folder = `${HOME}/${name.slice(0, name.lastIndexOf("/"))}`;
-    if (!folders.has(folder)) python.FS.mkdirTree(folder);
-    folders.add(folder);
-    python.FS.writeFile(`${HOME}/${name}`, data, { canOwn: true }); // a view of the archive, not a copy
-  }
+  python.unpackArchive(await archive, "zip", { extractDir: HOME });
   const unpacked = performance.now();
   python.runPython(`
 import sys

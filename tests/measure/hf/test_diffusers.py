@@ -61,6 +61,13 @@ def test_forward_rows_are_equal_at_another_size(name: str) -> None:
     assert find_differences(name, TINY[name], 1, text, make_grid(name, 8), {}, "forward") == {}
 
 
+@pytest.mark.parametrize("text", [600, 300, 255, 254, 128, 1])
+def test_wan_with_an_image_and_any_length_of_text(text: int) -> None:
+    """diffusers takes the last 512 tokens for text, whatever was given."""
+    name, config = next(each for each in CONFIGS.values() if each[0].startswith("Wan") and each[1].get("image_dim"))
+    assert find_differences(name, config, 1, text, make_grid(name, 4), {}, "forward") == {}
+
+
 VAE_SIZES = [
     ("encode", (1, 1, 32, 32)),
     ("decode", (1, 1, 2, 2)),

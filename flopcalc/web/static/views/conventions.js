@@ -1,24 +1,25 @@
 // The same step under our three conventions and under those that people quote.
-import { h, notes, table } from "../dom.js";
+import { h, table } from "../dom.js";
 import { t, word } from "../i18n.js";
 import { exact, percent, share } from "../numbers.js";
 
 export const channel = "conventions";
+export const isQuick = () => true;
 
 export function questions(setup) {
   const hasQuote = setup.mfu || setup.tflops || setup.tokens_per_second;
   return hasQuote ? ["conventions", "translate"] : ["conventions"];
 }
 
-export function render(answers) {
+export function render(answers, { notes }) {
   return answers.map(({ conventions, translate }) => [
     table(t("conventions.components"), [t("column.component"), "model", "full", "hardware"], [
       ...conventions.components.map((row) => [word(`component.${row.name}`, row.name), exact(row.model), exact(row.full), exact(row.hardware)]),
       [t("column.total"), exact(conventions.totals.model), exact(conventions.totals.full), exact(conventions.totals.hardware)],
     ], { className: "summed" }),
     h("p", { class: "help" }, t("conventions.help")),
-    translate ? showTranslation(translate) : showQuoted(conventions),
-    notes(conventions.notes, t("notes")),
+    translate ? showTranslation(translate, notes) : showQuoted(conventions),
+    notes(conventions.notes),
   ]);
 }
 
@@ -35,7 +36,7 @@ function showQuoted(conventions) {
   ];
 }
 
-function showTranslation(answer) {
+function showTranslation(answer, notes) {
   if (answer.error) return h("p", { class: "error", role: "alert" }, answer.error);
   const { translation } = answer;
   return [
@@ -44,6 +45,6 @@ function showTranslation(answer) {
       translation.rows.map((row) => [`${row.quoted_convention}${row.fits ? " ✓" : ""}`, exact(row.flops), row.tflops_per_gpu.toFixed(1),
         percent(row.mfu), row.difference === null ? "–" : `${(100 * row.difference).toFixed(2)} %`,
         h("span", { class: "left" }, source(row))]), { className: "quoted" }),
-    notes(translation.notes, t("notes")),
+    notes(translation.notes),
   ];
 }

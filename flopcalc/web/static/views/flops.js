@@ -1,6 +1,6 @@
 // FLOPs by module: a treemap that can be zoomed, each box with its formula, and the same as a table.
 import { drawTreemap, findNode, makeTree } from "../charts.js";
-import { h, notes, table } from "../dom.js";
+import { h, table } from "../dom.js";
 import { t, word } from "../i18n.js";
 import { add, exact, flops, share } from "../numbers.js";
 
@@ -10,7 +10,20 @@ export function render(answers, context) {
   return answers.map((answer) => show(answer, context));
 }
 
-function show(answer, { state, width, onZoom, onOpen, explained }) {
+// Set-ups side by side: each component's FLOPs, and its share of its own set-up.
+export function compare(answers, { names }) {
+  const parts = [...new Set(answers.flatMap(({ estimate }) => estimate.components.map((row) => row.name)))];
+  const of = ({ estimate }, name) => {
+    const row = estimate.components.find((each) => each.name === name);
+    return row ? [flops(add(row.forward, row.backward)), share(add(row.forward, row.backward), estimate.flops.total)] : ["–", "–"];
+  };
+  return [table(t("flops.compared"), [t("column.component"), ...names.flatMap((name) => [name, t("column.share")])], [
+    ...parts.map((name) => [word(`component.${name}`, name), ...answers.flatMap((answer) => of(answer, name))]),
+    [t("column.total"), ...answers.flatMap(({ estimate }) => [flops(estimate.flops.total), share(estimate.flops.total, answers[0].estimate.flops.total)])],
+  ], { className: "summed" })];
+}
+
+function show(answer, { state, width, onZoom, onOpen, explained, notes }) {
   const { estimate, groups: top } = answer;
   const rows = estimate.modules.map((row) => ({ ...row, exactValue: add(row.forward, row.backward) }))
     .map((row) => ({ ...row, value: Number(row.exactValue) }));
@@ -37,7 +50,7 @@ function show(answer, { state, width, onZoom, onOpen, explained }) {
         [t("column.module"), "×", t("column.forward"), t("column.backward"), t("column.share"), t("column.parameters")],
         shown.map((row) => [row.path, row.count, exact(row.forward), exact(row.backward),
           share(row.exactValue, estimate.flops.total), exact(row.parameters)]), { className: "paths" })),
-    notes(estimate.notes, t("notes")),
+    notes(estimate.notes),
   ];
 }
 

@@ -1,40 +1,47 @@
 // Layouts of a training run: the best ones, and time over memory of all that fit, with the front.
 import { drawScatter, findRange, legend } from "../charts.js";
-import { h, notes, table } from "../dom.js";
+import { h, table } from "../dom.js";
 import { t, word } from "../i18n.js";
 import { amount, bytes, exact, percent, seconds, tick } from "../numbers.js";
 
 export const channel = "plan";
-export const needsDevice = true;
+export const needs = () => ["device", "gpus", "tokens"];
 export const isLong = true;
 export const questions = () => ["plan"];
 
-export function render(answers, { width }) {
+export function render(answers, { width, notes }) {
   return answers.map(({ plan: { plan, points } }) => {
     const front = points.filter((point) => point.is_front).sort((one, other) => one.step_time_s - other.step_time_s);
     const x = { range: findRange(points.map((point) => point.memory_bytes / 2 ** 30)), format: (value) => `${Number(value.toPrecision(4))}`, label: t("plan.x") };
-    const y = { range: findRange(points.map((point) => point.step_time_s), { isLog: true }), isLog: true, format: (value) => tick(seconds(value)), label: t("plan.y") };
-    y.range = [Math.min(...points.map((point) => point.step_time_s)) * 0.9, Math.max(...points.map((point) => point.step_time_s)) * 1.1];
-    if (y.range[1] / y.range[0] < 20) y.isLog = false;
+    const times = points.map((point) => point.step_time_s);
+    const y = { range: [Math.min(...times) * 0.9, Math.max(...times) * 1.1], isLog: true, format: (value) => tick(seconds(value)), label: t("plan.y") };
     const best = plan.best[0];
     const text = (point) => `${point.layout}: ${seconds(point.step_time_s)}, ${bytes(point.memory_bytes)}`;
     return [
-      h("p", { class: "answer" }, h("strong", { class: "figure" }, best.name), " ",
+      h("p", { class: "answer" }, h("strong", { class: "figure" }, best.name), h("span", { class: "minor" }, ` = ${describeLayout(best.layout)}`)),
+      h("p", {},
         t("plan.best", { time: seconds(best.step_time_s.mid), low: seconds(best.step_time_s.low), high: seconds(best.step_time_s.high), mfu: percent(best.mfu), days: amount(best.days.mid), hours: amount(best.gpu_hours.mid) })),
       drawScatter({ width, height: Math.max(300, Math.min(460, width * 0.58)), x, y, label: t("plan.picture", { count: points.length }),
         points: [...points.filter((point) => !point.is_front).map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 2.5, className: "faint", text: text(point) })),
           ...front.map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 5, className: "c3", text: text(point) }))],
         lines: [{ points: front.map((point) => [point.memory_bytes / 2 ** 30, point.step_time_s]), className: "front" }] }),
       legend([{ name: t("plan.front"), colour: "c3" }, { name: t("plan.others"), colour: "faint" }]),
-      table(t("plan.layouts"), [t("plan.layout"), t("plan.step"), t("plan.interval"), "MFU", "HFU", t("plan.memory"), t("plan.days"), t("plan.hours"), "MWh", t("plan.cost")],
-        plan.best.map((row) => [row.name, seconds(row.step_time_s.mid), `${seconds(row.step_time_s.low)} – ${seconds(row.step_time_s.high)}`, percent(row.mfu), percent(row.hfu), bytes(row.memory_bytes.total),
+      table(t("plan.layouts"), [t("plan.layout"), t("plan.step"), t("plan.low"), t("plan.high"), "MFU", "HFU", t("plan.memory"), t("plan.days"), t("plan.hours"), "MWh", t("plan.cost")],
+        plan.best.map((row) => [h("span", { title: describeLayout(row.layout) }, row.name), seconds(row.step_time_s.mid), seconds(row.step_time_s.low), seconds(row.step_time_s.high), percent(row.mfu), percent(row.hfu), bytes(row.memory_bytes.total),
           amount(row.days.mid), amount(row.gpu_hours.mid), row.energy_kwh === null ? "–" : amount(row.energy_kwh / 1000), row.usd === null ? "–" : amount(row.usd.mid / 1000)])),
       h("details", {}, h("summary", {}, t("plan.frontTable", { count: front.length })), table(t("plan.frontTable", { count: front.length }), [t("plan.layout"), t("plan.step"), t("plan.memory")],
         front.map((point) => [point.layout, seconds(point.step_time_s), bytes(point.memory_bytes)]))),
       table(t("plan.losers"), [t("plan.reason"), t("plan.count"), t("plan.nearest"), t("plan.why")],
         plan.losers.map((row) => [word(`reason.${row.reason}`, row.reason), exact(row.layouts), h("span", { class: "left" }, row.nearest.name), h("span", { class: "left" }, row.why)])),
       h("p", { class: "help" }, t("plan.searched", { divide: exact(plan.layouts.divide), fit: exact(plan.layouts.fit) })),
-      notes(plan.notes, t("notes")),
+      notes(plan.notes),
     ];
   });
+}
+
+// A layout in words, without the degrees that do nothing.
+function describeLayout(layout) {
+  const degrees = ["tp", "cp", "ep", "pp", "virtual", "dp"].filter((name) => layout[name] > 1).map((name) => t(`layout.${name}`, { count: layout[name] }));
+  return [...degrees, layout.zero ? t("layout.zero", { stage: layout.zero }) : "", t("layout.micro_batch", { count: layout.micro_batch }),
+    layout.recompute === "none" ? "" : t("layout.recompute", { what: word(`word.recompute.${layout.recompute}`, layout.recompute) })].filter(Boolean).join(", ");
 }

@@ -1,16 +1,17 @@
 // Every product and attention call of the step under the device's roof.
 import { drawScatter, findRange, legend } from "../charts.js";
-import { h, notes, table } from "../dom.js";
+import { h, table } from "../dom.js";
 import { t } from "../i18n.js";
 import { seconds, short, tick } from "../numbers.js";
 
 export const channel = "roofline";
-export const needsDevice = true;
+export const needs = () => ["device"];
 export const questions = () => ["roofline"];
 
+const LABELLED = 6; // the longest calls have their names beside them
 const COLOURS = { forward: "c0", dgrad: "c1", wgrad: "c2", backward: "c3" };
 
-export function render(answers, { width }) {
+export function render(answers, { width, notes }) {
   return answers.map(({ roofline: answer }) => {
     const { roofline } = answer;
     const calls = roofline.calls.map((call) => ({ ...call, rate: call.flops / call.seconds, all: call.seconds * call.calls }));
@@ -25,7 +26,7 @@ export function render(answers, { width }) {
       text: `${call.module} ${call.direction}: ${call.shape}; ${short(call.rate, "FLOP/s")}, ${call.flops_per_byte.toFixed(1)} FLOP/B, ${seconds(call.seconds)} × ${call.calls}` });
     const rows = [...calls].sort((one, other) => other.all - one.all);
     return [
-      drawScatter({ width, height: Math.max(300, Math.min(480, width * 0.6)), x, y, points: rows.map(point), lines: [{ points: roof, className: "roof" }],
+      drawScatter({ width, height: Math.max(300, Math.min(480, width * 0.6)), x, y, points: rows.map((call, at) => ({ ...point(call), label: at < LABELLED ? call.module.split(".").slice(-1)[0] : "" })), lines: [{ points: roof, className: "roof" }],
         label: t("roofline.picture", { device: roofline.device, peak: short(roofline.peak_flops_per_s, "FLOP/s"), ridge: roofline.ridge_flops_per_byte.toFixed(0) }) }),
       legend([...new Set(calls.map((call) => call.direction))].map((name) => ({ name: t(`direction.${name}`), colour: COLOURS[name] }))),
       h("p", { class: "help" }, t("roofline.help", { device: roofline.device, dtype: roofline.dtype, peak: short(roofline.peak_flops_per_s, "FLOP/s"),
@@ -33,7 +34,7 @@ export function render(answers, { width }) {
       table(t("roofline.calls"), [t("column.module"), t("column.direction"), t("column.shape"), "FLOP/B", "FLOP/s", t("column.ofpeak"), t("column.time"), "×"],
         rows.map((call) => [call.module, t(`direction.${call.direction}`), call.shape, call.flops_per_byte.toFixed(1), short(call.rate),
           `${((100 * call.rate) / roofline.peak_flops_per_s).toFixed(0)} %`, seconds(call.all), call.calls]), { numeric: 3, className: "paths" }),
-      notes(answer.notes, t("notes")),
+      notes(answer.notes),
     ];
   });
 }

@@ -1,16 +1,16 @@
 // Where the time of a step goes, with its interval.
 import { colourOf, drawBars, legend } from "../charts.js";
-import { h, notes, table } from "../dom.js";
+import { h, table } from "../dom.js";
 import { t } from "../i18n.js";
 import { amount, percent, seconds, tick } from "../numbers.js";
 
 export const channel = "time";
-export const needsDevice = true;
+export const needs = () => ["device"];
 export const questions = () => ["time"];
 
 const KINDS = ["products", "attention", "memory", "optimizer", "launches", "host"];
 
-export function render(answers, { width }) {
+export function render(answers, { width, notes }) {
   const most = Math.max(...answers.map(({ time }) => time.prediction.step_time_s.high)) * 1.04;
   return answers.map(({ time: { prediction } }) => {
     const { low, mid, high } = prediction.step_time_s;
@@ -33,7 +33,7 @@ export function render(answers, { width }) {
         parts.map((part) => [part.name, seconds(part.value), percent(part.value / mid)])),
       h("details", {}, h("summary", {}, t("time.modules")), table(t("time.modules"), [t("column.module"), t("column.time"), t("column.share")],
         modules.map(([name, value]) => [name, seconds(value), percent(value / sum)]))),
-      notes(prediction.notes, t("notes")),
+      notes(prediction.notes),
     ];
   });
 }

@@ -1,0 +1,56 @@
+// FLOPs, seconds or bytes over the length, the batch, images or GPUs; all set-ups in one picture.
+import { colourOf, drawScatter, findRange, legend } from "../charts.js";
+import { h, table } from "../dom.js";
+import { t } from "../i18n.js";
+import { bytes, exact, flops, seconds, short, tick } from "../numbers.js";
+
+export const channel = "curve";
+export const isJoint = true;
+export const isQuick = (state) => read(state).of === "flops";
+export const questions = () => ["curve"];
+export const needs = (state) => (read(state).of === "time" ? ["device"] : []);
+export const details = (state) => read(state);
+
+const OVER = ["seq", "batch", "images", "gpus"];
+const OF = ["flops", "time", "memory"];
+const FORMATS = { flops, time: seconds, memory: bytes };
+
+// A step on one GPU does not change with their number.
+function read(state) {
+  const over = OVER.includes(state.over) ? state.over : "seq";
+  return { over, of: OF.includes(state.of) && over !== "gpus" ? state.of : "flops" };
+}
+
+export function controls({ state, form, onChoose }) {
+  const { over, of } = read(state);
+  const names = { seq: form.label("seq"), batch: form.label("batch"), images: form.label("image"), gpus: form.label("gpus") };
+  const select = (name, value, words) => h("div", { class: "field" }, h("label", { for: `curve-${name}` }, t(`curve.${name}`)),
+    h("select", { id: `curve-${name}`, onchange: (event) => onChoose(name, event.target.value) },
+      words.map(([key, text]) => h("option", { value: key, selected: key === value }, text))));
+  return [h("div", { class: "fields controls" }, select("of", of, OF.filter((key) => key === "flops" || over !== "gpus").map((key) => [key, t(`curve.of.${key}`)])),
+    select("over", over, OVER.map((key) => [key, names[key]])))];
+}
+
+export function render(answers, { width, state, names, letters }) {
+  const { over, of } = read(state);
+  const format = FORMATS[of];
+  const lines = answers.map(({ curve }) => curve.points.map(({ x, y }) => [x, Number(y)]));
+  const all = lines.flat();
+  const isLog = over !== "images";
+  const x = { range: isLog ? [Math.min(...all.map(([each]) => each)) * 0.9, Math.max(...all.map(([each]) => each)) * 1.1] : findRange(all.map(([each]) => each)), isLog,
+    format: (value) => tick(short(value)), label: t(`curve.x.${over}`) };
+  const y = { range: [Math.min(...all.map(([, each]) => each)) * 0.8, Math.max(...all.map(([, each]) => each)) * 1.25], isLog: true, format: (value) => tick(format(value)), label: t(`curve.of.${of}`) };
+  const named = letters.map((letter) => names.find((name) => name.startsWith(letter)) ?? letter);
+  const values = [...new Set(all.map(([each]) => each))].sort((one, other) => one - other);
+  const cell = (curve, value) => {
+    const point = curve.points.find((each) => each.x === value);
+    return point ? h("span", { title: of === "time" ? "" : exact(point.y) }, format(point.y)) : "–";
+  };
+  return [
+    drawScatter({ width, height: Math.max(300, Math.min(460, width * 0.5)), x, y, label: t("curve.picture", { of: t(`curve.of.${of}`), over: t(`curve.x.${over}`) }),
+      points: lines.flatMap((line, at) => line.map(([a, b]) => ({ x: a, y: b, r: 4, className: colourOf(at), text: `${named[at]}, ${exact(a)}: ${format(b)}` }))),
+      lines: lines.map((points, at) => ({ points, className: `curve s${at}` })) }),
+    legend(named.map((name, at) => ({ name, colour: colourOf(at) }))),
+    table(t(`curve.of.${of}`), [t(`curve.x.${over}`), ...named], values.map((value) => [exact(value), ...answers.map(({ curve }) => cell(curve, value))])),
+  ];
+}
