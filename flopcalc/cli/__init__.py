@@ -38,7 +38,10 @@ _COMMANDS = {
 }
 
 
-_MFU = " `flopcalc estimate MODEL --seq N --device GPU --step-time TIME` prints it, `flopcalc translate` converts a quoted one."
+_MFU = (
+    " `flopcalc estimate MODEL --seq N --device GPU --step-time TIME` prints it, "
+    "`flopcalc translate` converts a quoted one."
+)
 _ELSEWHERE = {"mfu": _MFU, "hfu": _MFU, "memory": " `flopcalc predict MODEL --seq N --device GPU --memory` prints it."}
 
 
