@@ -38,6 +38,13 @@ _COMMANDS = {
 }
 
 
+_MFU = (
+    " `flopcalc estimate MODEL --seq N --device GPU --step-time TIME` prints it, "
+    "`flopcalc translate` converts a quoted one."
+)
+_ELSEWHERE = {"mfu": _MFU, "hfu": _MFU, "memory": " `flopcalc predict MODEL --seq N --device GPU --memory` prints it."}
+
+
 class _Commands(CommandGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -53,7 +60,7 @@ class _Commands(CommandGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
-            near = format_nearest(args[0], _COMMANDS, 0.6)
+            near = _ELSEWHERE.get(args[0].lower()) or format_nearest(args[0], _COMMANDS, 0.6)
             raise FlopcalcError(f"no command {args[0]!r}.{near} Try flopcalc --help")
         return super().resolve_command(ctx, args)
 

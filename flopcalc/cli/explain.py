@@ -10,22 +10,28 @@ from flopcalc.api import count
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import takes_setup
 from flopcalc.cli.streams import show_json
-from flopcalc.report.explanation import explain_rows, format_explanation
+from flopcalc.report.explanation import explain_rows, format_explanation, list_operations
 from flopcalc.setup.setup import make_setup
 
 
 @click.command(cls=Command)
 @takes_setup("explain")
 @click.option(
-    "--op", "pattern", required=True, metavar="PATTERN", help="Glob of module paths, such as *.q_proj or *self_attn*."
+    "--op", "pattern", metavar="PATTERN", help="Glob of module paths, such as *.q_proj; without it they are listed."
 )
 @click.option("--json", "as_json", is_flag=True)
-def explain(model: str, pattern: str, as_json: bool, given: dict[str, Any]) -> None:
+def explain(model: str, pattern: str | None, as_json: bool, given: dict[str, Any]) -> None:
     """The formula of an operation with its numbers filled in.
 
-    Example: flopcalc explain llama-3.1-8b --seq 2048 --op '*self_attn*'
+    Without --op, the operations that there are. Example:
+
+      flopcalc explain llama-3.1-8b --seq 2048 --op '*self_attn*'
     """
     asked = count(make_setup("explain", model, given))
+    if pattern is None:
+        paths = list_operations(asked.estimate)
+        show_json({"operations": paths}) if as_json else click.echo("\n".join(paths))
+        return
     shown = explain_rows(asked.estimate, pattern)
     if as_json:
         show_json({"convention": asked.estimate.convention, "operations": shown})

@@ -23,9 +23,14 @@ def explain_rows(estimate: Estimate, pattern: str) -> list[dict[str, Any]]:
     """Every operation that matches a pattern, explained; an error that lists them if none does."""
     entries = find_rows(estimate, pattern)
     if not entries:
-        paths = [row.path for row in estimate.by_module() if row.forward or row.clipping]
-        raise WorkloadError(f"{spell('op')} {format_value(pattern)} matches no operation; there are {', '.join(paths)}")
+        paths = ", ".join(list_operations(estimate))
+        raise WorkloadError(f"{spell('op')} {format_value(pattern)} matches no operation; there are {paths}")
     return [explain_row(estimate, entry) for entry in entries]
+
+
+def list_operations(estimate: Estimate) -> list[str]:
+    """Paths of the modules that do work."""
+    return [row.path for row in estimate.by_module() if row.forward or row.clipping]
 
 
 def format_explanation(convention: Convention, shown: Sequence[Mapping[str, Any]]) -> str:

@@ -49,7 +49,11 @@ def _read_path(name: str, field: Field, value: Any) -> Any:
 
 def _read_word(name: str, field: Field, value: object) -> str:
     error = RecipeError if field.group in ("training", "hardware") else WorkloadError
-    return check_word(value, field.words, spell(name), error, suggests=True)
+    try:
+        return check_word(value, field.words, spell(name), error, suggests=True)
+    except error as refused:
+        more = "; translate shows the conventions that people quote" if name == "convention" else ""
+        raise error(f"{refused}{more}") from None
 
 
 def _read_flag(name: str, field: Field, value: object) -> Any:  # noqa: ARG001

@@ -188,7 +188,7 @@ def test_bad_input(capsys: Capture, arguments: list[str], words: str) -> None:
         (["compare", "gpt2@seq"], "is not key=value"),
         (["compare", "gpt2@phase=x", "--seq", "5"], "phase 'x' unknown"),
         (["compare", "gpt2@seq=5;text=6"], "contradict each other"),
-        (["explain", "--model", "gpt2", "--seq", "5"], "Missing option '--op'"),
+        (["mfu"], "no command 'mfu'. `flopcalc estimate MODEL --seq N --device GPU --step-time TIME` prints it"),
         (["explain", "--model", "gpt2", "--seq", "5", "--op", "q_proj"], "matches no operation"),
         (["models", "extra", "more"], "unexpected extra argument"),
         (["devices", "--jsn"], "No such option"),
@@ -662,7 +662,7 @@ def test_unknown_detected_device(capsys: Capture, monkeypatch: pytest.MonkeyPatc
 def test_least_time(capsys: Capture) -> None:
     shown = run_json(capsys, "estimate", "--model", "llama-3.1-8b", "--seq", "2048", "--device", "h200")
     assert shown["mfu"] is None
-    assert any("takes at least 0.09654 s" in note for note in shown["notes"])
+    assert any("takes at least 96.54 ms" in note for note in shown["notes"])
 
 
 def test_device_chooses_the_kernel(capsys: Capture) -> None:
@@ -727,6 +727,14 @@ def test_compare(capsys: Capture) -> None:
     assert "attention_scores" in text
     replaced = run_json(capsys, "compare", "gpt2@text=7", "gpt2@lengths=7", "--seq", "64", "--batch", "1")
     assert replaced[0]["flops"]["total"] == replaced[1]["flops"]["total"]
+
+
+def test_explain_lists_the_operations(capsys: Capture) -> None:
+    words = ("explain", "llama-3.1-8b", "--seq", "5")
+    listed = run(capsys, *words).split()
+    assert listed[0] == "model.layers.*.self_attn.q_proj"
+    assert listed[-1] == "lm_head"
+    assert json.loads(run(capsys, *words, "--json")) == {"operations": listed}
 
 
 def test_explain_multiplies_out(capsys: Capture) -> None:

@@ -10,7 +10,7 @@ from flopcalc.base.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.base.number_formats import find_computed
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive as check_positive
-from flopcalc.base.units import check_size, format_rate
+from flopcalc.base.units import check_size, format_bytes, format_rate, format_seconds
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimate, check_estimate
 from flopcalc.hardware.devices import (
@@ -66,6 +66,10 @@ class Utilization(NamedTuple):
 
     def __float__(self) -> float:
         return math.nan if self.value is None else self.value
+
+    def __format__(self, style: str) -> str:
+        """f"{mfu(…):.1%}" -> '41.2%'; nan where no peak is known."""
+        return format(float(self), style) if style else str(self)
 
     def to_dict(self) -> dict[str, Any] | None:
         if self.value is None:
@@ -287,10 +291,28 @@ def describe_least_time(
         f"{format_rate(each.peak_flops_per_s)}{f' in {each.format}' if len(ideal.peaks) > 1 else ''}"
         for each in ideal.peaks
     )
-    bound = f"at the {ideal.dtype} peak{where} ({rates} each) this takes at least {least:.4g} s"
+    bound = f"at the {ideal.dtype} peak{where} ({rates} each) this takes at least {format_seconds(least)}"
+    known = _find_device(device, peak)[1]
+    reads, room = _describe_weights(estimate, known, least) if known is not None else ("", [])
+    bound += reads
     measured = describe_measured_mfu(name, estimate) if name is not None and ideal.dtype == "bf16" else None
     notes = [f"{bound}; {spell('step_time')} gives the MFU", *([measured] if measured else [])]
-    return [*notes, *([ideal.note] if ideal.note else [])]
+    return [*notes, *room, *([ideal.note] if ideal.note else [])]
+
+
+def _describe_weights(estimate: Estimate, device: Device, least_s: float) -> tuple[str, list[str]]:
+    """How long reading the weights once takes, where that is longer, and that they do not fit, where they do not."""
+    stored, counts = sum(each.total_bytes for each in estimate.weights), estimate.parameters
+    used = stored * counts.get("active", counts["total"]) // max(1, counts["total"])
+    reads, room = "", []
+    if device.bandwidth_gb_per_s is not None:
+        seconds = used / (device.bandwidth_gb_per_s * 1e9 * estimate.gpus)
+        if seconds > least_s:
+            reads = f", and to read {format_bytes(used)} of weights at least {format_seconds(seconds)}"
+    if device.memory_gb is not None and stored > device.memory_gb * 2**30 * estimate.gpus:
+        where = f"{estimate.gpus} × {device.name} ({device.memory_gb:g} GB each)"
+        room = [f"the weights alone, {format_bytes(stored)}, do not fit on {where}"]
+    return reads, room
 
 
 def find_peak(

@@ -10,7 +10,7 @@ import pytest
 import flopcalc
 from flopcalc import DeviceError, FlopcalcError, Utilization, bind, calculate_mfu, get_gpu_peak_flops, hfu, mfu
 from flopcalc.compat import profile_model_flops
-from flopcalc.core.estimate.utilization import FormatPeak, find_peak
+from flopcalc.core.estimate.utilization import FormatPeak, describe_least_time, find_peak
 
 MODEL = "sweep-tiny"
 RECIPE = {"recompute": "full"}
@@ -252,3 +252,28 @@ def test_float32_adapters_count_at_the_vector_peak() -> None:
     assert peaks == {"bf16": 989.4e12, "fp32": 66.9 * 1e12}
     fast = flopcalc.estimate_flops("llama-3.2-1b", seq_len=512, compute="tf32")
     assert mfu(fast, 1.0, device="h200").peak_flops_per_s == 494.7e12
+
+
+def test_a_share_formats_as_a_number() -> None:
+    share = mfu(flopcalc.estimate_flops("llama-3.1-8b", seq_len=4096), step_time_s=0.5, device="h100-sxm")
+    assert f"{share:.1%}" == "39.9%"
+    assert f"{share}" == str(share)
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (
+            {"phase": "decode", "context": 4096, "seq_len": 1},
+            ["this takes at least 0.15 ms, and to read 131.42 GiB of weights at least 42.12 ms", "do not fit on 1 ×"],
+        ),
+        ({"seq_len": 4096, "gpus": 8}, ["this takes at least 1.79 s; "]),
+    ],
+)
+def test_the_least_time_is_that_of_compute_or_of_weights(setup: dict[str, Any], expected: list[str]) -> None:
+    notes = describe_least_time(
+        flopcalc.estimate_flops("llama-3.1-70b", **setup), device="h100-sxm", dtype=None, peak=None
+    )
+    for words in expected:
+        assert any(words in note for note in notes), notes
+    assert any("do not fit" in note for note in notes) == (len(expected) > 1)
