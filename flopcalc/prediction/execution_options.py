@@ -17,8 +17,8 @@ from flopcalc.base.vocabulary import (
     check_word,
 )
 from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.formats.formats import Formats
 from flopcalc.core.model.ops import Attend, iterate
-from flopcalc.core.recipe.numbers import Formats
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.build_work import FOUR_BITS
 

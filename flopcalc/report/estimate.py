@@ -10,7 +10,7 @@ from flopcalc.base.vocabulary import CONVENTIONS, By
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
-from flopcalc.core.recipe.numbers import ASSUMED
+from flopcalc.core.formats.formats import ASSUMED
 
 NOT_COUNTED = (
     "norms, softmax, activations, rotary embeddings, table look-ups, loss and optimizer are not matrix products"

@@ -11,7 +11,7 @@ from flopcalc.base.units import check_items
 from flopcalc.base.vocabulary import PipelinePhase
 from flopcalc.core.estimate.checks import ask_for_images
 from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sampling
-from flopcalc.core.model.vision import Vision
+from flopcalc.core.images.vision import Vision
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
@@ -109,7 +109,7 @@ def _cut_videos(estimator: Estimator, vision: Vision, inputs: Inputs) -> tuple[l
     """Grids of the videos that are given in seconds or frames."""
     if not inputs.videos:
         return [], []
-    from flopcalc.core.model.videos import cut_video, parse_video  # imported lazily: few inputs have videos
+    from flopcalc.core.images.videos import cut_video, parse_video  # imported lazily: few inputs have videos
 
     preprocessor = estimator.source.video_preprocessor
     grids: list[Grid] = []

@@ -12,10 +12,9 @@ from typing import Any
 
 from flopcalc.base.errors import ConfigError, RecipeError, format_nearest, format_value
 from flopcalc.base.number_formats import find_computed, parse_compute
-from flopcalc.core.recipe.compressed import read_cache, read_compressed
-from flopcalc.core.recipe.float32 import list_unconverted
-from flopcalc.core.recipe.formats import StoredFormat
-from flopcalc.core.recipe.quantization import (
+from flopcalc.core.formats.compressed_tensors import read_cache, read_compressed
+from flopcalc.core.formats.kept_float32 import list_unconverted
+from flopcalc.core.formats.quantization import (
     ALL_KINDS,
     WITH_HEAD,
     Keys,
@@ -29,7 +28,8 @@ from flopcalc.core.recipe.quantization import (
     make_stored,
     say_by_hand,
 )
-from flopcalc.core.recipe.torchao import read_torchao
+from flopcalc.core.formats.stored import StoredFormat
+from flopcalc.core.formats.torchao import read_torchao
 from flopcalc.core.spec.spec import find_spec
 
 # Methods whose quantizers in transformers leave out what `_keep_in_fp32_modules` lists.
