@@ -37,7 +37,7 @@ MOVED = {
     "units": ("base.units",),
     "utilization": ("core.estimate.utilization", "compat"),
     "values": ("base.frozen",),
-    "vision": ("core.model.vision",),
+    "vision": ("core.images.vision",),
     "words": ("base.vocabulary",),
     "workload": (
         "core.workload.workload",

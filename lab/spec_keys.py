@@ -1,6 +1,7 @@
 """What a spec's keys should say of its ops, inferred from their sizes: `add` compares it with the spec, and writes it.
 
-Sizes tell an op's role only where all dims of a config differ, as those of examples do.
+Sizes tell an op's role only where all dims of a config differ, as those of examples do. How much of a head HF rotates
+is read from the operators that were recorded.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import NamedTuple
 from flopcalc.base.data import load_toml
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.model.ops import Attend, Linear, Norm, Op, Pointwise, Stage, iterate
-from flopcalc.core.spec.spec import Gate, Split
+from flopcalc.core.spec.spec import Gate, Rotated, Split
+from flopcalc.core.workload.workload import Workload
+from flopcalc.prediction.operators import list_operators
+from flopcalc.prediction.recordings import load_file
 
-__all__ = ["Difference", "compare", "infer_keys", "write_key"]
+__all__ = ["Difference", "compare", "infer_keys", "infer_rotation", "write_key"]
 
 _SHARED = re.compile(r"\bshared?_(expert|mlp)")  # what models call their shared experts
 
@@ -115,6 +119,27 @@ def infer_keys(model_type: str, example: str) -> list[Difference]:
         full = {"model_type": model_type, **named, **given, **dict.fromkeys(config.get("null_keys", []))}
         found.append(set(compare(bind_config(full).stages)))
     return sorted(set.intersection(*found)) if found else []
+
+
+def infer_rotation(model_type: str, config: dict[str, object]) -> tuple[Rotated, Rotated] | None:
+    """What a spec says of the part of a head that is rotated, and what its recorded operators show; None without these.
+
+    HF's rotation has two concatenations of its own. Two more join the rotated part of queries and of keys to the rest.
+    """
+    if load_file(model_type) is None:
+        return None
+    estimator = bind_config({"model_type": model_type, **config})
+    stages = [stage for stage in estimator.stages if stage.repeated and stage.group == "language"]
+    load = Workload(rows=1, seq=16)
+    rows = [row for row in list_operators(estimator, load).rows if row.direction == "forward" and not row.is_again]
+    said = shown = False
+    for stage in stages:
+        cores = [op for op in iterate(stage.layers[0]) if isinstance(op, Attend)]
+        said = said or any(op.rotates_part for op in cores)
+        names = {f"{stage.path}.*.{op.name}" for op in cores}
+        joins = sum(row.count for row in rows if row.module in names and row.kind.startswith("cat"))
+        shown = shown or joins >= 4 * len(stage.layers)
+    return "part" if said else "all", "part" if shown else "all"
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from flopcalc import estimate_flops
 from flopcalc.base.data import list_data_files
 from flopcalc.base.number_formats import load_computed
 from flopcalc.cli import _COMMANDS, main
-from flopcalc.core.recipe.formats import load_stored
-from flopcalc.core.recipe.quantizers import _READERS
+from flopcalc.core.formats.quantizers import _READERS
+from flopcalc.core.formats.stored import load_stored
 from flopcalc.core.spec import expressions as expr
 from flopcalc.core.spec import merge, spec
 from flopcalc.core.spec.row_units import UNITS

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import LayoutRecompute
@@ -44,17 +44,9 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
         head_dim=max((op.qk for op in cores), default=0),
         kinds=kinds,
         routed=tuple(sorted(routed)),
-        groups=find_groups(estimator.source.config),
+        groups=max((op.groups for op in ops if isinstance(op, Linear)), default=(1, 1)),
         losses=max(1, sum(_has_head(stage) for stage in estimator.stages)),
     )
-
-
-def find_groups(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Groups of experts, and how many of them a token may reach (DeepSeek's n_group and topk_group)."""
-    many, chosen = config.get("n_group"), config.get("topk_group")
-    if isinstance(many, int) and isinstance(chosen, int) and 1 <= chosen <= many:
-        return many, chosen
-    return 1, 1
 
 
 def _has_head(stage: Stage) -> bool:

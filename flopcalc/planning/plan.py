@@ -11,7 +11,7 @@ from flopcalc.base.units import check_items, format_parameters, format_tokens
 from flopcalc.base.vocabulary import check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.inputs import make_load
-from flopcalc.core.recipe.numbers import FormatOptions
+from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.routing import EVEN
 from flopcalc.planning.layout import DEGREES, check_fixed

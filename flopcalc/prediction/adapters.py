@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopcalc.core.recipe.numbers import Formats
+from flopcalc.core.formats.formats import Formats
 
 # PEFT's LoRA on a linear module, as traced: direction, kind, calls, reads, writes. Adapters in float32.
 _ADAPTER: list[tuple[str, str, int, str, str]] = [

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from flopcalc.core.model.ops import Attend, Chain, Norm, Op, Pointwise, Stage, iterate, join
 from flopcalc.core.workload.sums import Pairs
+from flopcalc.prediction.rows import find_reader
 
 
 class StandIn(NamedTuple):
@@ -120,8 +121,7 @@ def borrow_layer(
                 linears, is_behind = [], False
         elif isinstance(op, Attend):
             own = _size_attention(roles, op, width, has_cache)
-            # As many queries as rows leave it: what is before may run over all keys.
-            after = next((each for each in (*ops[i:], *reversed(ops[:i])) if each.kind == "linear"), None)
+            after = find_reader(ops, i)
             window = op.rows.window if isinstance(op.rows, Pairs) else 0
             if after is not None and rows:
                 found.append(Borrowed(roles.attend, name, {**sizes, **own}, count_rows(after), window))

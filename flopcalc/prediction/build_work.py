@@ -18,7 +18,7 @@ from flopcalc.prediction.fused_kernels import list_fused
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.moe_versions import USUAL
 from flopcalc.prediction.operators import Operator, Operators, list_operators
-from flopcalc.prediction.rows import find_owed, name_module
+from flopcalc.prediction.rows import count_queries, find_owed, name_module
 from flopcalc.prediction.tensor_parallel import TensorSplit, find_sides, list_wide
 from flopcalc.prediction.timeline import Stack
 from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Width, Work
@@ -223,7 +223,7 @@ class _Maker:
     ) -> None:  # fmt: skip
         self.own = own  # the number format of attention, and of all that has no other
         self.load, self.kernel, self.masked, self.has_dropout = load, kernel, masked, has_dropout
-        self.is_fused, self.is_diffusion = is_fused, estimator.is_diffusion
+        self.is_fused = is_fused
         self.find_routing = estimator.find_routing
         self.is_train = load.phase == "train"
         self.steps = count_calls(load)
@@ -348,7 +348,7 @@ class _Maker:
             past = load.context + (load.seq + 1) // 2
             shapes = [("decode", load.rows, 1, min(past, window) if window else past, self.steps)]
         elif isinstance(pairs, Expression):
-            shapes = self._find_summed(module, pairs, op.times)
+            shapes = self._find_summed(module, pairs, block, op)
         else:
             for (kept, length), many in pairs.attention_calls(load, op.times).items():
                 shapes.append(self._find_shape(module, pairs, kept, length, many, window))
@@ -382,26 +382,24 @@ class _Maker:
             mask = "window"
         return mask, 1 if one_by_one else many, length, length, many if one_by_one else 1
 
-    def _find_summed(self, module: str, rows: Expression, times: int) -> list[tuple[CallMask, int, int, int, float]]:
-        """Calls of an attention op whose pairs are a sum over images, clips or rows: all of them alike."""
+    def _find_summed(
+        self, module: str, rows: Expression, block: Block, op: Attend
+    ) -> list[tuple[CallMask, int, int, int, float]]:
+        """Calls of an attention op whose pairs a spec sums up: all of them alike."""
         load, unit = self.load, rows.unit
-        pairs = rows.count(load, "full") * times
-        if module in self.masked and unit == "call":  # all images are one sequence, and a mask keeps them apart
-            side = math.isqrt(pairs)
-            return [("apart", 1, side, side, 1)] if side else []
-        if unit in ("image", "clip"):
-            many = len(load.all_grids if unit == "image" else load.clips)
-            side = math.isqrt(pairs // many) if many else 0
-            return [("full", many, side, side, 1)] if side else []
-        if self.is_diffusion and unit == "call":  # all attend to all, or to the text
-            each = pairs // load.rows
-            side = math.isqrt(each)
-            keys = side if side * side == each or not load.seq else load.seq
-            return [("full", load.rows, each // keys, keys, 1)] if keys else []
-        own = load.decoder if unit == "decoder" and load.decoder is not None else load
-        length = 1 if load.phase == "decode" else own.seq
-        keys = -(-pairs // (own.rows * length * self.steps))
-        return [("decode" if load.phase == "decode" else "full", own.rows, length, keys, self.steps)] if keys else []
+        pairs = rows.count(load, "full") * op.times
+        if load.phase == "decode":
+            own = load.decoder if unit == "decoder" and load.decoder is not None else load
+            keys = -(-pairs // (own.rows * self.steps))
+            return [("decode", own.rows, 1, keys, self.steps)] if keys else []
+        queries = count_queries(op, [row.op for row in block.rows], load)
+        if not pairs or not queries:
+            return []
+        is_joined = module in self.masked and unit == "call"  # all images are one sequence, and a mask keeps them apart
+        many = 1 if is_joined else len(load.clips) if unit == "clip" else load.rows
+        if unit in ("image", "call") and not is_joined:
+            many = len(load.all_grids) or load.rows
+        return [("apart" if is_joined else "full", many, -(-queries // many), -(-pairs // queries), 1)]
 
 
 def _pad_heads(call: Attention, dim: int) -> list[MemoryCall]:

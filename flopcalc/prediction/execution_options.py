@@ -17,22 +17,20 @@ from flopcalc.base.vocabulary import (
     check_word,
 )
 from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.formats.formats import Formats
 from flopcalc.core.model.ops import Attend, iterate
-from flopcalc.core.recipe.numbers import Formats
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.build_work import FOUR_BITS
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
-# Specs that no clock knows: attention over blocks of tokens, and a head whose weights are another model's.
-_NOT_TIMED = ("dflash",)
 
 
 def check_timed(estimator: Estimator) -> None:
     """Refuse a model that is counted, but whose time cannot be known."""
-    if estimator.spec.name in _NOT_TIMED:
+    if estimator.spec.untimed:
         raise WorkloadError(
-            f"{estimator.source.name}: the time of a {estimator.spec.name} draft is not predicted, because its "
-            "attention over blocks and the target's head were not measured; `flopcalc estimate` counts its FLOPs"
+            f"{estimator.source.name}: its time is not predicted, because {estimator.spec.untimed}; "
+            "`flopcalc estimate` counts its FLOPs"
         )
 
 

@@ -34,11 +34,10 @@ def list_fused(
         if counted.row.find("padding") is None:
             value = counted.row.op.rows.count(load, "full")
             blocks.setdefault(counted.block, []).append((counted.row, value))
-    widths = {stage.path: stage.width for stage in estimator.stages}
     found: list[MemoryCall] = []
     for block, own in blocks.items():
         flows = is_train and any(row.has_backward or row.trainable for row, _ in own)
-        lister = _Lister(block, widths[block.path], sides[block], dtype_bytes, flows and block.path in again, flows)
+        lister = _Lister(block, sides[block], dtype_bytes, flows and block.path in again, flows)
         lister.add(own)
         found += lister.moved
     return found + _list_rotations(attention, dtype_bytes)
@@ -48,13 +47,14 @@ class _Lister:
     """The moved bytes of one block."""
 
     def __init__(
-        self, block: Block, hidden: int, sides: Mapping[Op, TensorSplit], dtype_bytes: int, is_again: bool, flows: bool
+        self, block: Block, sides: Mapping[Op, TensorSplit], dtype_bytes: int, is_again: bool, flows: bool
     ) -> None:
-        self.block, self.hidden, self.sides, self.bytes = block, hidden, sides, dtype_bytes
+        self.block, self.sides, self.bytes = block, sides, dtype_bytes
         self.is_again, self.flows = is_again, flows
         self.moved: list[MemoryCall] = []
         self.opened = 0  # outputs that the next activation reads
         self.is_routed = False  # a product of experts came
+        self.is_latent = False  # experts read and write a narrower form of the residual stream
 
     def add(self, rows: Sequence[tuple[Row, int]]) -> None:
         for row, value in rows:
@@ -62,10 +62,8 @@ class _Lister:
             if isinstance(op, Linear):
                 self._add_linear(op, value)
             elif isinstance(op, Norm) and amount:
-                width = op.over or op.size
-                self._put(
-                    op, "wide" if width == self.hidden else "narrow", amount * width, (1, 1), (2, 1), is_cheap=True
-                )
+                width: Width = "narrow" if op.over else "wide"
+                self._put(op, width, amount * (op.over or op.size), (1, 1), (2, 1), is_cheap=True)
             elif op.kind == "embed" and amount:
                 self._put(op, "wide", amount * op.size, (1, 1), (2, 1))
 
@@ -74,14 +72,15 @@ class _Lister:
         side = self.sides[op].side
         if side == "expert" and not self.is_routed:
             self.is_routed, self.opened = True, 0  # no activation function lies before the first of them
+            self.is_latent = not op.reads_stream
         if op.copies > 1 and op.bias:
             self._add_bias(op, amount)
         if side == "row" or (side == "expert" and op.split == "row"):
             if self.opened:  # the activation reads what was opened and writes this one's input
                 opened = self.opened / op.n_in
                 self._put(op, "narrow", amount * op.n_in, (opened, 1), (opened + 1, opened), is_cheap=True)
-            if op.n_out == self.hidden:
-                self._put(op, "wide", value * self.hidden, (2, 1), (2, 1))  # the residual sum
+            if side == "row" or not self.is_latent:
+                self._put(op, "wide", value * op.n_out, (2, 1), (2, 1))  # the residual sum
             if op.copies > 1:  # rows are put in the experts' order and back
                 self._put(op, "narrow", amount * op.n_out, (2, 2), (2, 2))
             self.opened = 0

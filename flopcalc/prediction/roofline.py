@@ -8,8 +8,8 @@ from flopcalc.base.units import format_seconds
 from flopcalc.base.vocabulary import Direction, Execution, Kernel, Optimizer, Phase
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time, sum_dtypes
+from flopcalc.core.formats.formats import count_cache_bytes
 from flopcalc.core.model.ops import Attend
-from flopcalc.core.recipe.numbers import count_cache_bytes
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.build_work import count_calls, make_work

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from flopcalc.base.vocabulary import ProductDirection
 from flopcalc.core.count.products import Block, Product, Row
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Chain, Op, iterate, join
+from flopcalc.core.model.ops import Attend, Chain, Op, iterate, join
+from flopcalc.core.workload.workload import Workload
 
 
 def find_owed(product: Product) -> tuple[ProductDirection, ...]:
@@ -29,6 +30,22 @@ def name_module(block: Block, op: Op) -> str:
     """A module's path with its layer's number folded to *."""
     path = f"{block.path}.*" if block.layers is not None else block.path
     return f"{path}.{op.name}".rstrip(".")
+
+
+def find_reader(ops: Sequence[Op], place: int) -> Op | None:
+    """The product that reads what an attention op makes, as many rows as queries; without one, the last before it.
+
+    What is before attention may run over all keys.
+    """
+    return next((op for op in (*ops[place:], *reversed(ops[:place])) if op.kind == "linear"), None)
+
+
+def count_queries(op: Attend, ops: Sequence[Op], load: Workload) -> int:
+    """Queries of an attention op in one call: as its spec says, else as many as the rows of what reads it."""
+    if op.queries is not None:
+        return op.queries.count(load, "full")
+    reader = find_reader(ops, ops.index(op))
+    return reader.rows.count(load, "full") * reader.times if reader is not None else 0
 
 
 def find_shifted(estimator: Estimator, chain: Chain | None, trained: Set[str], modules: list[str]) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Chain, Linear, Op, Stage, iterate
+from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Stage, iterate
 from flopcalc.prediction.work import Side
 
 
@@ -57,8 +57,8 @@ def list_wide(estimator: Estimator) -> set[str]:
         path = f"{stage.path}.*" if stage.repeated else stage.path
         found |= {path, stage.path}
         ops = [op for chain in count_chains(stage) for op in iterate(chain)]
-        sizes = [op for op in ops if op.kind in ("norm", "embed") and op.size == stage.width]
-        found |= {f"{path}.{op.name}".rstrip(".") for op in sizes}
+        whole = [op for op in ops if op.kind == "embed" or (isinstance(op, Norm) and not op.over)]
+        found |= {f"{path}.{op.name}".rstrip(".") for op in whole}
     return found
 
 
@@ -69,6 +69,6 @@ def list_wide_saved(estimator: Estimator) -> set[str]:
         path = f"{stage.path}.*" if stage.repeated else stage.path
         for chain in count_chains(stage):
             for op, sided in find_sides(list(iterate(chain))).items():
-                if sided.side in ("column", "whole") and op.n_in == stage.width:
+                if sided.side in ("column", "whole") and isinstance(op, Linear) and op.reads_stream:
                     found.add(f"{path}.{op.name}".rstrip("."))
     return found

@@ -19,7 +19,7 @@ from flopcalc.base.vocabulary import CONVENTIONS, By
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
-from flopcalc.core.recipe.numbers import ASSUMED
+from flopcalc.core.formats.formats import ASSUMED
 from flopcalc.report.notebook import describe_work, make_table
 
 NOT_COUNTED = (

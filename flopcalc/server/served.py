@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.formats.formats import count_cache_bytes, find_sizes
+from flopcalc.core.formats.stored import StoredFormat, make_plain
 from flopcalc.core.model.ops import Attend, Op, Stage, Weighted, iterate, join
-from flopcalc.core.recipe.formats import StoredFormat, make_plain
-from flopcalc.core.recipe.numbers import count_cache_bytes, find_sizes
 from flopcalc.prediction.memory.tensors import find_reach
 from flopcalc.prediction.tensor_parallel import TensorSplit, count_chains, find_sides
 from flopcalc.prediction.work import Side

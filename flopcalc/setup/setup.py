@@ -12,7 +12,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import describe_suffixes
 from flopcalc.base.vocabulary import Clipping, Convention, Kernel, PipelinePhase
 from flopcalc.core.estimate.inputs import Inputs
-from flopcalc.core.recipe.numbers import FormatOptions
+from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.setup.fields import FIELDS, Command, Field, Kind, find_option, list_fields
@@ -192,7 +192,7 @@ def _describe_files(images: Iterable[object]) -> list[str]:
     files = [each for each in images if isinstance(each, str)]
     if not files:
         return []
-    from flopcalc.core.model.pictures import read_picture_size  # only where pictures are given
+    from flopcalc.core.images.pictures import read_picture_size  # only where pictures are given
 
     return [f"{spell('image', file)} = {'x'.join(map(str, read_picture_size(file)))} pixels" for file in files]
 

@@ -20,7 +20,7 @@ from flopcalc.base.number_formats import load_computed
 from flopcalc.base.units import format_flops
 from flopcalc.base.vocabulary import DTYPES, RECOMPUTE
 from flopcalc.core.estimate.published_conventions import load_quoted
-from flopcalc.core.recipe.formats import load_stored
+from flopcalc.core.formats.stored import load_stored
 from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import load_interconnects
 from flopcalc.web.answers import answer

@@ -17,8 +17,8 @@ import pytest
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.files import parse_toml, parse_yaml, read_bytes, read_json, read_text, write_whole
 from flopcalc.core.estimate.traced import load_trace, make_key
+from flopcalc.core.images.pictures import read_picture_size
 from flopcalc.core.model.config import load_config
-from flopcalc.core.model.pictures import read_picture_size
 from flopcalc.core.spec.spec import load_spec
 from flopcalc.hardware.tables import load_table
 from flopcalc.measure.jobs.journal import Journal

@@ -11,8 +11,9 @@ from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.core.model.ops import Attend, Linear, Norm, Op, Pointwise, iterate
 from flopcalc.core.spec.spec import load_spec
 from flopcalc.prediction.execution_options import describe_inferred
+from flopcalc.prediction.rows import count_queries
 from flopcalc.prediction.tensor_parallel import TensorSplit, find_sides
-from lab.spec_keys import compare, infer_keys, write_key
+from lab.spec_keys import compare, infer_keys, infer_rotation, write_key
 
 EXAMPLES = list_data_files("examples")
 # Specs that describe a class of another type: that type's own example speaks for them.
@@ -127,6 +128,36 @@ def test_recordings_with_eager_attention_alone_are_of_types_without_sdpa() -> No
     specs = list_data_files("specs")
     said = {name for name in specs if not load_spec(specs[name]).has_sdpa}
     assert said == {name for name in specs if is_eager(name)}
+
+
+@pytest.mark.parametrize("model_type", sorted(EXAMPLES.keys() - VARIANTS))
+def test_a_shipped_spec_rotates_what_its_recorded_operators_do(model_type: str) -> None:
+    for config in load_toml(EXAMPLES[model_type]).get("configs", [])[:1]:
+        given = {key: value for key, value in config.items() if key != "null_keys"}
+        found = infer_rotation(model_type, {**given, **dict.fromkeys(config.get("null_keys", []))})
+        assert found is None or found[0] == found[1]
+
+
+def test_groups_of_experts_come_from_the_spec() -> None:
+    def find(preset: str) -> tuple[int, int]:
+        ops = (op for stage in bind(preset).stages for chain in stage.kinds for op in iterate(chain))
+        return max(op.groups for op in ops if isinstance(op, Linear))
+
+    names = ("deepseek-v3", "glm-4.5", "kimi-k2.5", "mixtral-8x7b")
+    assert [find(name) for name in names] == [(8, 4), (1, 1), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "queries"),
+    [("flux.1-dev", 2 * (512 + 4096)), ("sd3-medium", 2 * (333 + 4096)), ("pixart-alpha", 2 * 4096)],
+)
+def test_queries_of_streams_that_attend_together(preset: str, queries: int) -> None:
+    estimate = bind(preset)(images=["1024x1024"] * 2, batch_size=2)
+    estimator, load, _ = estimate.terms[0]
+    blocks = [block for block, row, _ in estimator.rows(load, "full") if isinstance(row.op, Attend)]
+    ops = [row.op for row in blocks[0].rows]
+    core = next(op for op in ops if isinstance(op, Attend))
+    assert count_queries(core, ops, load) == queries
 
 
 # --- what a place says ------------------------------------------------------------------------------------------------

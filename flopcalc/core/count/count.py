@@ -26,6 +26,7 @@ from flopcalc.core.count.formulas import (
     value_flops,
 )
 from flopcalc.core.count.products import Block, Passes, Product, Row
+from flopcalc.core.formats.formats import Formats, OpFormats
 from flopcalc.core.model.ops import (
     Attend,
     Chain,
@@ -42,7 +43,6 @@ from flopcalc.core.model.ops import (
     iterate,
     join,
 )
-from flopcalc.core.recipe.numbers import Formats, OpFormats
 from flopcalc.core.recipe.recipe import Adapter
 from flopcalc.core.recipe.resolver import ALL_TRAIN, Resolver, State
 from flopcalc.core.spec.spec import HEAD_PARTS

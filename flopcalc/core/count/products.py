@@ -9,9 +9,9 @@ from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN
 from flopcalc.base.vocabulary import Group
 from flopcalc.core.count.flops import NO_FLOPS, Flops
+from flopcalc.core.formats.formats import PLAIN_NUMBERS, OpFormats, find_sizes
+from flopcalc.core.formats.stored import make_plain
 from flopcalc.core.model.ops import Embed, Linear, Op
-from flopcalc.core.recipe.formats import make_plain
-from flopcalc.core.recipe.numbers import PLAIN_NUMBERS, OpFormats, find_sizes
 from flopcalc.core.workload.sums import Sum
 
 Role = Literal[

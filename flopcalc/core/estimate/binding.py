@@ -11,12 +11,12 @@ from flopcalc.base.files import read_path
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import KERNELS, Clipping, Convention, Kernel, check_flag, check_word
 from flopcalc.core.estimate.counted import CountedEstimator
+from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import is_pipeline
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.heads import check_head
 from flopcalc.core.model.live import strip
-from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.spec import Spec, read_spec
 from flopcalc.hardware.devices import find_device, parse_dtype

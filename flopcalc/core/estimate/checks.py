@@ -9,11 +9,11 @@ from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import Phase
+from flopcalc.core.images.vision import Vision
 from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.model.ops import Attend, Chain, Param, Weighted, iterate, join, list_routed
-from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.recipe import Recipe, check_clipping
 from flopcalc.core.recipe.resolver import Resolver, check_clipped
 from flopcalc.core.workload.sums import Pairs

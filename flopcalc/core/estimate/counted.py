@@ -38,11 +38,11 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.estimate.model_counts import Identity
 from flopcalc.core.estimate.notes import describe_formats, describe_kernels, describe_work
 from flopcalc.core.estimate.padding import list_padding
+from flopcalc.core.formats.formats import FormatOptions, Formats, make_formats
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.heads import list_saved
 from flopcalc.core.model.mtp import count_layers
 from flopcalc.core.model.ops import iterate, join, remove_hooks
-from flopcalc.core.recipe.numbers import FormatOptions, Formats, make_formats
 from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
 from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.sums import Sum
@@ -396,7 +396,10 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Fo
 
         live = read_formats(source.module, are_said=are_said)
     casts = any(op.float32 for stage in model.stages for chain in stage.kinds for op in iterate(chain))
-    return make_formats(source.config, source.where, recipe, asked, live, casts)
+    lora_dtype = recipe.lora.dtype if recipe.lora is not None else None
+    return make_formats(
+        source.config, source.where, asked, live, lora_dtype=lora_dtype, has_adapters=bool(recipe.adapters), casts=casts
+    )
 
 
 def _save_head(model: BoundModel, lora: Lora) -> Lora:

@@ -14,7 +14,7 @@ from flopcalc.base.units import check_items, check_size, parse_sizes
 from flopcalc.base.vocabulary import Phase, PipelinePhase
 from flopcalc.core.estimate.checks import ask_for_images
 from flopcalc.core.estimate.model_counts import ModelCounts, Picture
-from flopcalc.core.model.vision import Vision
+from flopcalc.core.images.vision import Vision
 from flopcalc.core.workload.workload import Grid, Media, Workload, make_workload, read_grids
 
 _SIZE = re.compile(r"-?\d+[xX]-?\d+")
@@ -231,7 +231,7 @@ def _cut_videos(estimator: ModelCounts, vision: Vision, inputs: Inputs) -> tuple
     """Grids of the videos that are given in seconds or frames."""
     if not inputs.videos:
         return [], []
-    from flopcalc.core.model.videos import cut_video, parse_video  # imported lazily: few inputs have videos
+    from flopcalc.core.images.videos import cut_video, parse_video  # imported lazily: few inputs have videos
 
     preprocessor = estimator.source.video_preprocessor
     grids: list[Grid] = []

@@ -12,10 +12,10 @@ from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import Convention, PickedKernel
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Weights
+from flopcalc.core.formats.formats import Formats
+from flopcalc.core.images.vision import Vision
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Stage, list_routed
-from flopcalc.core.model.vision import Vision
-from flopcalc.core.recipe.numbers import Formats
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.workload import Grid, Workload
@@ -125,7 +125,7 @@ class ModelCounts(Protocol):
         self, images: Iterable[Picture], batch_size: int = 1, max_pixels: int | None = None
     ) -> tuple[list[Grid], tuple[str, ...]]:
         """Grids of a batch's images, each a file or (width, height) in pixels, and notes on the processor's limits."""
-        from flopcalc.core.model.pictures import read_picture_size  # only where pictures are given
+        from flopcalc.core.images.pictures import read_picture_size  # only where pictures are given
 
         if self.vision is None:
             what = "takes no images" if self.audio is not None else "is a text model: it takes no images"

@@ -16,10 +16,10 @@ from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.inputs import Inputs, read_call
 from flopcalc.core.estimate.sampling import PartRun, Sampling
+from flopcalc.core.images.latents import Latents
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import Pipeline, read_pipeline
 from flopcalc.core.model.config import Source
-from flopcalc.core.model.latents import Latents
 from flopcalc.core.model.ops import Op, Stage, Weighted
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -22,12 +21,12 @@ from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.estimate.model_counts import Identity
+from flopcalc.core.formats.formats import FormatOptions, make_formats
+from flopcalc.core.formats.quantization import has_quantization
+from flopcalc.core.formats.stored import make_plain
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.heads import name_head
 from flopcalc.core.model.ops import TracedModule
-from flopcalc.core.recipe.formats import make_plain
-from flopcalc.core.recipe.numbers import FormatOptions, make_formats
-from flopcalc.core.recipe.quantization import has_quantization
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.expressions import Names, evaluate, find_names
 from flopcalc.core.spec.spec import Spec
@@ -107,7 +106,7 @@ class TracedEstimator(Estimator):
         })  # fmt: skip
         # A trace knows no module's weights, so the model has one format throughout.
         plain = {key: value for key, value in source.config.items() if not isinstance(value, Mapping)}
-        self.formats = make_formats(plain, source.where, replace(recipe, lora=None), asked)
+        self.formats = make_formats(plain, source.where, asked, has_adapters=bool(recipe.adapters))
         self.identity = Identity(f"trace {id(traced)}", recipe, "full", "eager", self.formats)
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from flopcalc.base.errors import ConfigError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
+from flopcalc.core.images.vision import Vision, bind_vision
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.expand import expand
 from flopcalc.core.model.heads import Head, check_head, expand_head, find_head, has_lm_head, list_classes
 from flopcalc.core.model.mtp import choose_depth, expand_mtp
 from flopcalc.core.model.ops import Stage, iterate
-from flopcalc.core.model.vision import Vision, bind_vision
 from flopcalc.core.spec.aliases import find_family, list_types
 from flopcalc.core.spec.expressions import MissingNameError
 from flopcalc.core.spec.spec import BoundDims, Spec, find_spec
@@ -23,8 +23,8 @@ from flopcalc.core.workload.sums import Expression, InDecoder, Pairs, Tokens
 from flopcalc.core.workload.workload import Workload
 
 if TYPE_CHECKING:
+    from flopcalc.core.images.latents import Latents
     from flopcalc.core.model.audio import Audio
-    from flopcalc.core.model.latents import Latents
 
 
 @frozen()
@@ -106,7 +106,7 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
 
         audio = bind_audio(dims)
     if spec.latents:
-        from flopcalc.core.model.latents import bind_latents  # lazily: few models are denoisers
+        from flopcalc.core.images.latents import bind_latents  # lazily: few models are denoisers
 
         latents = bind_latents(dims)
     ops = [op for stage in stages for chain in stage.layers[:1] for op in iterate(chain)]

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
 
+from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.core.spec.aliases import find_alias, list_aliases, load_families
 from flopcalc.core.spec.spec import find_key, find_spec
 
 _END = re.compile(r"(For[A-Z]\w*|LMHeadModel|TextModel|EncoderModel|ChatModel|PreTrainedModel|Model|WithValueHead)$")
-# Families to try by their keys, the most particular first: what a config of each must have beyond its spec's own.
-_BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("deepseek_v3", ("kv_lora_rank", "n_routed_experts", "moe_intermediate_size")),
-    ("deepseek_v2", ("kv_lora_rank",)),
-    ("qwen2_moe", ("num_experts", "shared_expert_intermediate_size")),
-    ("qwen3_moe", ("num_experts", "moe_intermediate_size")),
-    ("mixtral", ("num_local_experts",)),
-    ("llama", ("num_key_value_heads", "rms_norm_eps")),
-    ("llama", ("rope_theta",)),
-    ("t5", ("d_kv", "d_ff")),
-    ("bart", ("encoder_layers", "decoder_layers", "d_model")),
-    ("gpt2", ("n_embd", "n_layer", "n_head")),
-    ("bert", ("type_vocab_size", "hidden_dropout_prob")),
-    ("llama", ()),
-)
-
-# Keys with these prefixes describe layers or inputs that plain decoders do not have.
-_MORE = ("mm_", "vision", "audio", "mamba", "ssm_", "conv_", "moe_", "num_experts", "n_routed", "latent")
-
-# Images before a language model: a family that takes any tower and any text model, and its key for the text model's.
-_COMPOSITES = (("llava", "text_config"), ("internvl_chat", "llm_config"))
 
 
 @cache
@@ -71,16 +52,19 @@ def suggest_type(config: Mapping[str, object]) -> str | None:
         found = find_type(str(named[0]))
         if found is not None and found != config.get("model_type"):
             return found
-    for name, keys in _BY_KEYS:
-        spec = find_spec(name)
-        if spec is None or any(find_key(dict(config), key)[1] is None for key in keys):
+    known = load_toml(os.path.join(find_data_dir(), "nearest_types.toml"))
+    is_plain = not any(str(key).startswith(tuple(known["more"])) for key in config)
+    for family in known["family"]:
+        spec = find_spec(family["type"])
+        if spec is None or any(find_key(dict(config), key)[1] is None for key in family["keys"]):
             continue
-        if name in ("llama", "gpt2", "bert") and any(str(key).startswith(_MORE) for key in config):
+        if family.get("plain") and not is_plain:
             continue
         names = [(key, *spec.renamed.get(key, ())) for key in spec.required]
         if all(any(config.get(key) is not None for key in each) for each in names):
-            return name
-    return next((name for name, key in _COMPOSITES if _is_known(config.get(key), config.get("vision_config"))), None)
+            return str(family["type"])
+    composites = known["composites"].items()
+    return next((name for name, key in composites if _is_known(config.get(key), config.get("vision_config"))), None)
 
 
 def _is_known(*inner: object) -> bool:

@@ -93,7 +93,7 @@ class LayerBuilder:
             for text in (item.get("rows", self.rows), item.get("needed", self.needed), item.get("less", ""))
             if ":" in text
         }
-        texts |= {item["cache_rows"].partition(":")[2] for item in flat if "cache_rows" in item}
+        texts |= {item[key].partition(":")[2] for item in flat for key in ("cache_rows", "queries") if key in item}
         tied = [item["tied"] for item in flat if "tied" in item]
         texts |= {condition for condition, _ in tied}
         named = [target for _, target in tied] + [item.get(key, "") for item in flat for key in _FILLED]
@@ -263,6 +263,7 @@ class LayerBuilder:
             adapts=adapts,
             split=item.get("split"),
             is_shared=bool(item.get("shared", False)),
+            groups=self._groups(item),
         )
 
     def _make_attend(
@@ -298,6 +299,8 @@ class LayerBuilder:
             cache=cache,
             cache_rows=self._cache_rows(item) if cache else None,
             latent=size("latent", 0, default="0"),
+            queries=self._sum_rows(item["queries"]) if "queries" in item else None,
+            rotates_part=item.get("rotates") == "part",
         )
 
     def _check_rotary(self) -> None:
@@ -338,6 +341,12 @@ class LayerBuilder:
 
     def _numbered(self, item: Table) -> tuple[int | str, ...]:
         return tuple(self.dims.evaluate(item["numbered"])) if "numbered" in item else (0, 1)
+
+    def _groups(self, item: Table) -> tuple[int, int]:
+        """Groups of experts, and how many of them a token may reach; one of one where a config says none."""
+        many, chosen = self.dims.evaluate(item["groups"]) if "groups" in item else (1, 1)
+        is_known = type(many) is int and type(chosen) is int and 1 <= chosen <= many
+        return (many, chosen) if is_known else (1, 1)
 
     def _is_input(self, item: Table) -> bool:
         value = item.get("input_embedding", False)

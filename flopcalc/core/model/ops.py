@@ -150,6 +150,8 @@ class Linear(Weighted):
     adapts: bool = True
     split: Split | None = None  # None: not settled, which counts as column
     is_shared: bool = False  # of an expert that all tokens pass, beside routed ones
+    reads_stream: bool = True  # the residual stream, with no other product between
+    groups: tuple[int, int] = (1, 1)  # of a router: groups of experts, and how many of them a token may reach
 
     @property
     def weight_size(self) -> int:
@@ -262,6 +264,8 @@ class Attend(Op):
     cache: int = 0
     cache_rows: Sum | None = None
     latent: int = 0
+    queries: Sum | None = None  # None: as many as there are rows in the product that reads it
+    rotates_part: bool = False  # a part of each head is rotated, then concatenated with the rest
     kv_heads_inferred: bool = False  # from the widths of the projections if a user's spec has none; a note says so
 
 

@@ -1,4 +1,4 @@
-"""What an op's place in its layer says of it where its spec does not: its split, its gate, what a norm runs over.
+"""What an op's place in its layer says of it where its spec does not: its split, its gate, what it reads.
 
 These are the defaults that docs/specs.md promises. They read the order of ops, their kinds and parts,
 never their sizes.
@@ -41,7 +41,7 @@ def _settle(chain: Chain, flow: _Flow) -> tuple[Chain, _Flow]:
         if isinstance(item, Linear):
             is_row = flow.is_mixed and flow.part in (_ANY, item.part)
             usual: Split | None = "whole" if item.part == "router" else "row" if is_row else None
-            item = item.replace(split=usual) if item.split is None and usual else item
+            item = item.replace(split=item.split or usual, reads_stream=not flow.part)
             flow = _Flow("" if item.split == "row" or item.part in _APART else item.part)
         elif isinstance(item, Norm) and not item.over:
             before = made[-1] if made else None

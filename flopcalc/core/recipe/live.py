@@ -9,8 +9,8 @@ from typing import Any
 from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.number_formats import PLAIN, parse_compute
 from flopcalc.base.vocabulary import Recompute
-from flopcalc.core.recipe.formats import StoredFormat, load_stored, make_plain
-from flopcalc.core.recipe.numbers import LiveFormats
+from flopcalc.core.formats.formats import LiveFormats
+from flopcalc.core.formats.stored import StoredFormat, load_stored, make_plain
 from flopcalc.core.recipe.recipe import Adapter, Recipe
 
 _SCALES = ("_scale_inv", ".activation_scale")  # parameters of transformers' fp8 modules that are no weights

@@ -14,14 +14,16 @@ from flopcalc.core.spec.row_units import UNITS
 
 Table = dict[str, Any]  # of a spec, as TOML has it
 MAX_TERMS = 1000  # names of [sums] in one sum, written out
-ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of the workload
+ROW_KEYS = ("rows", "needed", "less", "cache_rows", "queries")  # keys that hold a sum of the workload
 SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
     "reentrant", "sums", "drop", "config_checks", "heads", "refused", "phases", "note", "nulls", "sdpa",
+    "conv1d", "untimed",
 }  # fmt: skip
 _MERGED = ("defaults", "nulls", "renamed", "dims", "checks", "blocks", "sums", "heads")  # merged key by key
-_OWN = ("variants", "refused", "config_checks", "phases", "note", "sdpa")  # not of specs that extend it
+# Not of specs that extend it.
+_OWN = ("variants", "refused", "config_checks", "phases", "note", "sdpa", "conv1d", "untimed")
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 _PLACES = ("after", "before", "beside")

@@ -39,10 +39,11 @@ _OP_COMMON = {
 OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON
     | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"}
-    | {"adapts", "numbered", "float32", "split", "shared"},
+    | {"adapts", "numbered", "float32", "split", "shared", "groups"},
     "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at", "split"},
     "attend": _OP_COMMON
-    | {"heads", "qk", "v", "out", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"},
+    | {"heads", "qk", "v", "out", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"}
+    | {"queries", "rotates"},
     "product": _OP_COMMON | {"flops", "backward", "pair", "float32"},
     "norm": _OP_COMMON | {"dim", "bias", "tied", "copies", "over"},
     "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
@@ -70,12 +71,14 @@ MASKS = ("causal", "full")
 Split = Literal["column", "keys", "fused", "row", "whole"]
 # What an activation function is multiplied by: nothing, the other of two products (pair), or the other half of one.
 Gate = Literal["plain", "pair", "fused"]
+Rotated = Literal["all", "part"]  # how much of each head a rotation turns
 _OP_WORDS: dict[str, tuple[str, ...]] = {
     "part": PARTS,
     "span": SPANS,
     "mask": MASKS,
     "split": get_args(Split),
     "gate": get_args(Gate),
+    "rotates": get_args(Rotated),
 }
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
@@ -97,6 +100,7 @@ WORDS = {
     "needed",
     "less",
     "cache_rows",
+    "queries",
     "part",
     "span",
     "mask",
@@ -109,6 +113,7 @@ WORDS = {
     "with",
     "split",
     "gate",
+    "rotates",
 }  # keys of an op that hold no expression
 _HEAD_KEYS = {"use", "like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
@@ -155,6 +160,8 @@ class Spec(Value):
     phases: tuple[str, ...] = ()  # those that it describes; none named: all that its ops allow
     nulls: Mapping[str, object] = MappingProxyType({})  # config key -> what HF's code takes its null for
     has_sdpa: bool = True  # HF's class takes PyTorch's SDPA
+    has_conv1d: bool = False  # its layers are transformers' Conv1D, not torch.nn.Linear
+    untimed: str = ""  # why its time cannot be predicted
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -219,6 +226,8 @@ def read_spec(path: str) -> Spec:
         note=str(tables.get("note", "")),
         phases=tuple(tables.get("phases", ())),
         has_sdpa=tables.get("sdpa", True),
+        has_conv1d=tables.get("conv1d", False),
+        untimed=str(tables.get("untimed", "")),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
@@ -235,8 +244,9 @@ def _check_tables(tables: Table, path: str) -> None:
     phases = tables.get("phases", [])
     if not is_names(phases) or not set(phases) <= set(PHASES):
         raise SpecError(f"{path}: phases must be a list of {', '.join(PHASES)}")
-    if not isinstance(tables.get("sdpa", True), bool):
-        raise SpecError(f"{path}: sdpa must be true or false, not {format_value(tables['sdpa'])}")
+    for key in ("sdpa", "conv1d"):
+        if not isinstance(tables.get(key, True), bool):
+            raise SpecError(f"{path}: {key} must be true or false, not {format_value(tables[key])}")
     if not is_names(list(tables.get("refused", {}).values())):
         raise SpecError(f"{path}: [refused] must map classes to reasons")
 

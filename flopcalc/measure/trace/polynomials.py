@@ -26,8 +26,8 @@ from flopcalc.core.estimate.traced import (
     read_versions,
     save_trace,
 )
+from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.model.config import Source
-from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from flopcalc.core.formats.formats import count_cache_bytes
 from flopcalc.core.model.ops import Attend, Stage, iterate
-from flopcalc.core.recipe.numbers import count_cache_bytes
 from flopcalc.prediction.memory.tensors import FLOAT, Placed, Step, find_reach, find_width, first_ops
 from flopcalc.prediction.operators import Operator, Operators
 

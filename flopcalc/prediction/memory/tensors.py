@@ -18,7 +18,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Norm, Op, Pointwise, Stage, iterate, join
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
-from flopcalc.prediction.operators import Operator, Operators, SavedTensor
+from flopcalc.prediction.operators import Operators, SavedTensor
 from flopcalc.prediction.tensor_parallel import count_chains, list_wide_saved
 
 __all__ = ["FLOAT", "SplitBytes", "Kind", "Part", "Step", "list_kinds"]
@@ -126,7 +126,6 @@ class Step:
         is_eager = attention == "eager" or (not self.is_fused and not estimator.spec.has_sdpa)
         self.attention = "eager" if is_eager else "sdpa"
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
-        self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
         self.values: dict[Sum, int] = {}
         # PEFT keeps adapters in float32 with a half-precision model.
         self.has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
@@ -200,8 +199,6 @@ class Step:
     def list_parts(self, found: Operators, gradient_bytes: int) -> tuple[list[Part], int]:
         """The stages in order of execution, and bytes that are saved outside of all of them."""
         saved = found.saved if found.is_recorded and not self.is_fused else self.list_usual()
-        if self.has_cudnn:
-            self.joined = {stage.path for stage in self.estimator.stages if _joins_queries(found.rows, stage)}
         # HF embeds the text before it looks at images: autograd comes to the embedding last of all.
         stages = sorted(self.estimator.stages, key=lambda stage: not any(op.input_embedding for op in first_ops(stage)))
         places = [f"{stage.path}.*" if stage.repeated else stage.path for stage in stages]
@@ -237,7 +234,7 @@ class Step:
             kept = {kind: self._sum_kept(chain, entries, stage, wide) for kind, chain in own.items()}
             parts.append(
                 part._replace(
-                    kinds=tuple(Kind(kind, *sums[kind], kept[kind]) for kind in own),
+                    kinds=tuple(Kind(kind, *sums.get(kind, (SplitBytes(), SplitBytes())), kept[kind]) for kind in own),
                     weights=weights.pop(place, SplitBytes()),
                     is_language=is_language,
                     is_last=is_past and stage.group == "language" and not stage.repeated,
@@ -302,7 +299,7 @@ class Step:
         layers, gradients = len(stage.layers), trained.total * gradient_bytes
         prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
         saved = self._cut_dropout(stage, saved, prefix) + (self._list_masks(stage, prefix) if owes else [])
-        if owes and self.attention == "sdpa" and stage.path in self.joined:
+        if owes and self.attention == "sdpa" and self.has_cudnn:
             saved += self._list_outputs(stage, prefix)
         kept = sum(entry.bytes * entry.count for entry in saved if not entry.is_again)
         kept_wide = sum(entry.bytes * entry.count for entry in saved if not entry.is_again and entry.module in wide)
@@ -494,14 +491,15 @@ class Step:
         ]
 
     def _list_outputs(self, stage: Stage, prefix: str) -> list[SavedTensor]:
-        """Where queries are joined of two parts, cuDNN lays its output out like them: the next product reads a copy."""
+        """Where a part of a head is rotated, cuDNN lays its output out like the queries, and the next product reads a
+        copy."""
         is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
         found = []
         for chain, many in count_chains(stage).items():
             ops = list(iterate(chain))
             for i, op in enumerate(ops):
                 before = [other for other in ops[:i] if other.kind == "linear"]
-                if isinstance(op, Attend) and before and _find_pairs(op) is not None:
+                if isinstance(op, Attend) and op.rotates_part and before and _find_pairs(op) is not None:
                     size = self.bytes * self.rows(before[-1]) * op.heads * op.v
                     found.append(SavedTensor(prefix + op.name, stage.group, size, many, is_again))
         return found
@@ -559,13 +557,6 @@ def _find_last_call(load: Workload) -> Workload:
     if load.decoder is not None:
         return load.replace(decoder=_find_last_call(load.decoder))
     return load.replace(seq=1, context=load.context + load.seq - 1)
-
-
-def _joins_queries(rows: tuple[Operator, ...], stage: Stage) -> bool:
-    """Whether a stage's queries and keys are joined after their rotation, which itself has two concatenations."""
-    names = {f"{stage.path}.*.{op.name}" for op in first_ops(stage) if op.kind == "attend"}
-    found = [row for row in rows if row.module in names and row.direction == "forward" and not row.is_again]
-    return sum(row.count for row in found if row.kind.startswith("cat")) >= 4 * len(stage.layers) > 0
 
 
 def first_ops(stage: Stage) -> list[Op]:

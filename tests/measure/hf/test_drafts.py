@@ -110,5 +110,5 @@ def test_a_call_by_hand() -> None:
     ],
 )
 def test_its_time_is_not_predicted(ask: Callable[[], object]) -> None:
-    with pytest.raises(WorkloadError, match="time of a dflash draft is not predicted, because its attention over"):
+    with pytest.raises(WorkloadError, match="its time is not predicted, because its attention over blocks"):
         ask()

@@ -9,8 +9,8 @@ from tiers import mark_heavy
 
 from flopcalc import bind
 from flopcalc.base.data import list_data_files, load_toml
+from flopcalc.core.formats.quantization import Pattern
 from flopcalc.core.model.ops import Weighted, iterate, join
-from flopcalc.core.recipe.quantization import Pattern
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -18,7 +18,7 @@ from PIL import Image
 
 from flopcalc import bind
 from flopcalc.base.errors import WorkloadError
-from flopcalc.core.model.vision import Vision
+from flopcalc.core.images.vision import Vision
 
 SIZES = [(336, 336), (640, 480), (480, 641), (1000, 333), (97, 1013), (30, 20), (1999, 1501), (1500, 301), (3, 170)]
 

@@ -21,9 +21,9 @@ from transformers.image_transforms import get_size_with_aspect_ratio
 
 from flopcalc import WorkloadError, bind
 from flopcalc.base.data import list_data_files
+from flopcalc.core.images.resizing import RULES
+from flopcalc.core.images.vision import Vision
 from flopcalc.core.model.config import load_preset
-from flopcalc.core.model.resizing import RULES
-from flopcalc.core.model.vision import Vision
 from flopcalc.measure.hf.examples import find_example
 
 QWEN2_VL = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"

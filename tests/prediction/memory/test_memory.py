@@ -197,11 +197,17 @@ def test_dropout_keeps_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     assert predict_memory(bind({**config, "resid_pdrop": 0.0}), load).activations == 0
 
 
-@pytest.mark.parametrize(("attention", "calls", "copies"), [("sdpa", 4, 1), ("sdpa", 2, 0), ("flash", 4, 0)])
-def test_joined_queries_are_copied(monkeypatch: pytest.MonkeyPatch, attention: str, calls: int, copies: int) -> None:
-    rows = (Operator("model.layers.*.self_attn", "language", "forward", "cat_strided", 0, 0, 2 * calls),)
-    monkeypatch.setattr(module, "list_operators", lambda *_: Operators(rows, (), (), True))
-    assert predict(attention=attention).activations == 2 * copies * 2 * TOKENS * 64
+@pytest.mark.parametrize(
+    ("attention", "kind", "copies"), [("sdpa", "glm", 1), ("sdpa", "llama", 0), ("flash", "glm", 0)]
+)
+def test_outputs_of_partly_rotated_heads_are_copied(
+    monkeypatch: pytest.MonkeyPatch, attention: str, kind: str, copies: int
+) -> None:
+    monkeypatch.setattr(module, "list_operators", lambda *_: Operators((), (), (), True))
+    found = predict_memory(
+        bind({**TINY, "model_type": kind, "head_dim": 16}), make_workload(2, 32), attention=attention
+    )
+    assert found.activations == 2 * copies * 2 * TOKENS * 64
 
 
 # --- without training -------------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from typing import Any
 
 from flopcalc.base.errors import format_value
 from flopcalc.base.units import is_digits
-from flopcalc.core.recipe.formats import StoredFormat
-from flopcalc.core.recipe.quantization import (
+from flopcalc.core.formats.quantization import (
     ALL_KINDS,
     WITH_HEAD,
     Keys,
@@ -19,6 +18,7 @@ from flopcalc.core.recipe.quantization import (
     QuantizationRule,
     make_stored,
 )
+from flopcalc.core.formats.stored import StoredFormat
 
 # Formats of the library's CompressionFormat (0.13), and the kind of numbers that each holds.
 _FORMATS = {

@@ -9,7 +9,7 @@ import sys
 import pytest
 from places import ROOT
 
-from flopcalc.core.recipe.float32 import _load_types, list_float32, list_unconverted
+from flopcalc.core.formats.kept_float32 import _load_types, list_float32, list_unconverted
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from flopcalc import bind
 from flopcalc.base.errors import ConfigError
 from flopcalc.core.model.ops import iterate, join
-from tests.core.recipe.test_formats import ARGS, LINEARS, MODEL, NUMBERS, compress, find_stored, quantize, sum_layers
+from tests.core.formats.test_formats import ARGS, LINEARS, MODEL, NUMBERS, compress, find_stored, quantize, sum_layers
 
 TABLE = 1024 * 256  # numbers of the embedding, and of the head
 DTYPE = {"_type": "torch.dtype"}

@@ -10,7 +10,7 @@ import pytest
 from flopcalc import bind
 from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.base.errors import WorkloadError
-from flopcalc.core.model.resizing import RULES
+from flopcalc.core.images.resizing import RULES
 
 KIMI = {"patch": 14, "merge": 2, "in_token_limit": 4096, "pad_input": False}
 EAGLE = {"side": 32, "size.height": 448, "min_patches": 1, "max_patches": 12, "thumbnail": True}

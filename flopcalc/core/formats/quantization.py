@@ -14,7 +14,7 @@ from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.patterns import is_costly
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import Group
-from flopcalc.core.recipe.formats import StoredFormat, load_stored
+from flopcalc.core.formats.stored import StoredFormat, load_stored
 
 
 def say_by_hand() -> str:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flopcalc.base.errors import format_value
-from flopcalc.core.recipe.formats import StoredFormat
-from flopcalc.core.recipe.quantization import (
+from flopcalc.core.formats.quantization import (
     ALL_KINDS,
     Keys,
     Kind,
@@ -18,6 +17,7 @@ from flopcalc.core.recipe.quantization import (
     make_grouped,
     make_stored,
 )
+from flopcalc.core.formats.stored import StoredFormat
 
 # Any number of bits is stored unpacked in int8, and is dequantized; activations are only rounded (torchao 0.18).
 _INTX = {"format": "int8", "zero_bits": 8, "compute": ""}

@@ -11,7 +11,7 @@ from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.number_formats import load_computed, parse_compute
 from flopcalc.base.vocabulary import DTYPES
 from flopcalc.core.count.products import Weights
-from flopcalc.core.recipe.formats import StoredFormat, load_stored, parse_stored
+from flopcalc.core.formats.stored import StoredFormat, load_stored, parse_stored
 from flopcalc.core.workload.workload import make_workload
 
 MODEL = {

@@ -179,7 +179,7 @@ class Vision(Value):
                 f"preprocessor_config.json: patch_size {patch} and merge_size {merge} do not fit the model's "
                 f"{self.patch} and {self.merge}"
             )
-        from flopcalc.core.model.resizing import smart_resize  # imported lazily: few inputs are in pixels
+        from flopcalc.core.images.resizing import smart_resize  # imported lazily: few inputs are in pixels
 
         new_height, new_width = smart_resize(height, width, patch * merge, least, most)
         return (1, new_height // patch, new_width // patch), notes
@@ -252,7 +252,7 @@ def _apply_rule(
         found_values = [value for _, value in (find_key(preprocessor or {}, key) for key in names) if value is not None]
         values[names[0]] = found_values[0] if found_values else dims.evaluate(str(text))
     note = "no preprocessor_config.json given: images cut as the processor class's defaults say"
-    from flopcalc.core.model.resizing import RULES  # imported lazily: few inputs are in pixels
+    from flopcalc.core.images.resizing import RULES  # imported lazily: few inputs are in pixels
 
     if name not in RULES:
         raise SpecError(f"{dims.spec.file}: [vision.pixels] rule {name!r} unknown.{format_nearest(name, RULES)}")

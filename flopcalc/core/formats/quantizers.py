@@ -12,10 +12,9 @@ from typing import Any
 
 from flopcalc.base.errors import ConfigError, RecipeError, format_nearest, format_value
 from flopcalc.base.number_formats import find_computed, parse_compute
-from flopcalc.core.recipe.compressed import read_cache, read_compressed
-from flopcalc.core.recipe.float32 import list_unconverted
-from flopcalc.core.recipe.formats import StoredFormat
-from flopcalc.core.recipe.quantization import (
+from flopcalc.core.formats.compressed_tensors import read_cache, read_compressed
+from flopcalc.core.formats.kept_float32 import list_unconverted
+from flopcalc.core.formats.quantization import (
     ALL_KINDS,
     WITH_HEAD,
     Keys,
@@ -29,14 +28,15 @@ from flopcalc.core.recipe.quantization import (
     make_stored,
     say_by_hand,
 )
-from flopcalc.core.recipe.torchao import read_torchao
+from flopcalc.core.formats.stored import StoredFormat
+from flopcalc.core.formats.torchao import read_torchao
+from flopcalc.core.spec.spec import find_spec
 
 # Methods whose quantizers in transformers leave out what `_keep_in_fp32_modules` lists.
 _SKIP_FLOAT32 = ("awq", "bitsandbytes", "fbgemm_fp8", "fp8", "mxfp4", "mxfp8", "nvfp4", "torchao")
 # Methods that convert torch.nn.Linear itself but no subclass, as the one in torch.nn.MultiheadAttention.
 _EXACT = ("bitsandbytes", "fp8")
-# Models whose layers are transformers' Conv1D, and methods that do not convert it.
-_CONV1D = ("decision_transformer", "gpt2", "imagegpt", "openai-gpt")
+# Methods that do not convert transformers' Conv1D.
 _LINEAR_ALONE = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "hqq", "mxfp8", "nvfp4", "torchao")
 
 
@@ -83,7 +83,8 @@ def _leave_out(found: Quantization, config: Mapping[str, object]) -> Quantizatio
         rules.append(QuantizationRule(None, ALL_KINDS, tuple(Pattern(name, "hf") for name in names)))
     if found.method in _EXACT:
         rules.append(QuantizationRule(None, ("subclass",)))
-    if config.get("model_type") in _CONV1D and found.method in _LINEAR_ALONE:
+    spec = find_spec(str(config.get("model_type")))
+    if spec is not None and spec.has_conv1d and found.method in _LINEAR_ALONE:
         rules.append(QuantizationRule(None, ("linear",)))
         notes += (f"{found.method} converts torch.nn.Linear alone: this model's layers are Conv1D and stay plain",)
     return replace(found, rules=(*rules, *found.rules), notes=notes) if rules else found

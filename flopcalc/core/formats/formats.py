@@ -12,11 +12,10 @@ from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN, find_computed, parse_compute
 from flopcalc.base.vocabulary import Group
+from flopcalc.core.formats.kept_float32 import list_float32
+from flopcalc.core.formats.quantization import Kind, ModulePlace, Quantization, has_quantization, say_by_hand
+from flopcalc.core.formats.stored import BF16, StoredFormat, load_stored, make_plain, parse_stored
 from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
-from flopcalc.core.recipe.float32 import list_float32
-from flopcalc.core.recipe.formats import BF16, StoredFormat, load_stored, make_plain, parse_stored
-from flopcalc.core.recipe.quantization import Kind, ModulePlace, Quantization, has_quantization, say_by_hand
-from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 
 _HALF = ("bf16", "fp16")
@@ -267,14 +266,17 @@ class LiveFormats(NamedTuple):
 def make_formats(
     config: Mapping[str, object],
     where: str,
-    recipe: Recipe,
     asked: FormatOptions,
     live: LiveFormats | None = None,
+    *,
+    lora_dtype: str | None = None,
+    has_adapters: bool = False,
     casts: bool = False,
 ) -> Formats:
     """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any.
 
-    `casts`: the model's code computes some products in float32.
+    `lora_dtype` is the format asked for LoRA's adapters: "" for the usual one, None without LoRA. `has_adapters`: a
+    live model has adapters of its own. `casts`: the model's code computes some products in float32.
     """
     compute = "" if asked.compute is None else parse_compute(asked.compute, "compute")
     cast = asked.autocast
@@ -286,7 +288,7 @@ def make_formats(
     weights = None if asked.weights is None else parse_stored(asked.weights, "weights")
     quantization = None
     if weights is None and live is None and has_quantization(config):
-        from flopcalc.core.recipe.quantizers import read_quantization  # imported lazily: few configs need it
+        from flopcalc.core.formats.quantizers import read_quantization  # imported lazily: few configs need it
 
         quantization = read_quantization(config, where)
     model, source = _find_model(config, where, compute, weights, live)
@@ -298,9 +300,9 @@ def make_formats(
     if not cache_format and quantization is not None:
         cache_format = quantization.kv_cache
     adapter = ""
-    if recipe.lora is not None:
-        adapter = recipe.lora.dtype or ("fp32" if model in _HALF else model)
-    elif recipe.adapters:
+    if lora_dtype is not None:
+        adapter = lora_dtype or ("fp32" if model in _HALF else model)
+    elif has_adapters:
         adapter = live.adapter if live is not None else "fp32"
     if quantization is not None:
         source = f"quantization_config of {quantization.method}; the rest {source}"

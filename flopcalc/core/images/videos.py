@@ -12,8 +12,8 @@ from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import ConfigError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_size, parse_exact, parse_size
-from flopcalc.core.model.resizing import RULES, smart_resize
-from flopcalc.core.model.vision import Vision
+from flopcalc.core.images.resizing import RULES, smart_resize
+from flopcalc.core.images.vision import Vision
 from flopcalc.core.spec.spec import find_key
 from flopcalc.core.workload.workload import Grid
 

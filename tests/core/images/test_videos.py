@@ -15,9 +15,9 @@ import pytest
 from flopcalc import FlopcalcError, WorkloadError, bind
 from flopcalc.base.data import list_data_files
 from flopcalc.base.errors import ConfigError
+from flopcalc.core.images.videos import Video, cut_video, load_processors, parse_video
+from flopcalc.core.images.vision import Vision
 from flopcalc.core.model.config import load_config
-from flopcalc.core.model.videos import Video, cut_video, load_processors, parse_video
-from flopcalc.core.model.vision import Vision
 from flopcalc.core.spec.spec import find_spec
 
 SIZES = [(1280, 720), (640, 480), (33, 1000), (30, 20), (1920, 1080), (224, 224), (97, 113)]

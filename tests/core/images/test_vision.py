@@ -8,8 +8,8 @@ import pytest
 
 from flopcalc import ConfigError, WorkloadError, bind
 from flopcalc.base.data import list_data_files, load_toml
-from flopcalc.core.model.resizing import smart_resize
-from flopcalc.core.model.vision import Vision
+from flopcalc.core.images.resizing import smart_resize
+from flopcalc.core.images.vision import Vision
 
 GRID = Vision("grid", merge=2, patch=14, side=0, tokens=0, takes_videos=True)
 FIXED = Vision("fixed", merge=1, patch=1, side=24, tokens=576, takes_videos=False)

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 from flopcalc.base.errors import ConfigError, WorkloadError, format_value
-from flopcalc.core.model.tiling import RULES, Values
+from flopcalc.core.images.tiling import RULES, Values
 from flopcalc.core.workload.workload import Grid
 
 __all__ = ["RULES"]

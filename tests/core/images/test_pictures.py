@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flopcalc import WorkloadError, estimate_flops
-from flopcalc.core.model.pictures import read_picture_size
+from flopcalc.core.images.pictures import read_picture_size
 
 FORMATS: list[tuple[str, str, dict[str, Any]]] = [
     ("png", "RGB", {}), ("jpeg", "RGB", {}), ("jpeg", "RGB", {"progressive": True}), ("jpeg", "CMYK", {}),

@@ -8,7 +8,7 @@ import pytest
 
 from flopcalc import bind
 from flopcalc.base.errors import ConfigError
-from tests.core.recipe.test_formats import ARGS, BNB, MODEL, compress
+from tests.core.formats.test_formats import ARGS, BNB, MODEL, compress
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64}

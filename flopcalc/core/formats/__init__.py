@@ -1,0 +1,1 @@
+"""In which number format each product is computed and each weight is stored."""

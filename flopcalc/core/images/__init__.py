@@ -1,0 +1,1 @@
+"""Images and videos: from pixels to grids of patches, as processors and pipelines make them."""
