@@ -177,9 +177,12 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
         notes.append(
             f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: `flopcalc plan` adds it"
         )
-    return found._replace(
-        notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus, tokens_per_s=found.tokens_per_s * gpus
-    )
+    found = found._replace(
+        gpus=gpus, global_batch=found.global_batch * gpus, tokens_per_s=found.tokens_per_s * gpus,
+        pue=setup.get("pue"), grid_g_per_kwh=setup.get("grid"),
+    )  # fmt: skip
+    energy = found.energy
+    return found._replace(notes=(*notes, *([energy.describe()] if energy is not None else [])))
 
 
 def list_step_options(setup: Setup) -> dict[str, Any]:

@@ -8,13 +8,15 @@ where it was measured, else fitted to published runs on it, else those of all su
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
-from typing import Annotated, Literal, NamedTuple, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
 from flopcalc.base.data import find_data_dir
-from flopcalc.base.errors import SpecError
+from flopcalc.base.errors import DeviceError, SpecError, WorkloadError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
+from flopcalc.base.spelling import spell
 from flopcalc.base.validate import FromZero, Keys, Positive, find_fault
 from flopcalc.hardware.devices import Device
 from flopcalc.prediction.kernels.constants import WattsShares, load_predictor
@@ -33,12 +35,64 @@ class Shares(NamedTuple):
     running: float = 1.0
 
 
-class Watts(NamedTuple):
-    """Watts of one device: the likeliest, and the bounds that nine of ten measurements should lie in."""
+class Range(NamedTuple):
+    """The likeliest value, and the bounds that nine of ten measurements should lie in."""
 
     low: float
     mid: float
     high: float
+
+    def scale(self, times: float) -> Range:
+        return Range(self.low * times, self.mid * times, self.high * times)
+
+
+class Power(NamedTuple):
+    """Watts of one device, and where they come from."""
+
+    watts: Range
+    evidence: Evidence
+    source: str
+
+
+class Energy(NamedTuple):
+    """What the GPUs of a step, or of a whole run, take: watts of one, watt-hours of all, with the site's PUE."""
+
+    power: Power
+    wh: Range
+    tokens: float
+    pue: float = 1.0  # what the site takes over what its computers take
+    grid_g_per_kwh: float | None = None  # grams of CO2 of a kWh
+
+    @property
+    def wh_per_million_tokens(self) -> Range:
+        return self.wh.scale(1e6 / self.tokens)
+
+    @property
+    def co2_g(self) -> Range | None:
+        return None if self.grid_g_per_kwh is None else self.wh.scale(self.grid_g_per_kwh / 1000)
+
+    def to_dict(self) -> dict[str, Any]:
+        co2 = self.co2_g
+        return {
+            "power_w": self.power.watts._asdict(),
+            "wh": self.wh._asdict(),
+            "wh_per_million_tokens": self.wh_per_million_tokens._asdict() if self.tokens else None,
+            "co2_g": None if co2 is None else co2._asdict(),
+            "pue": self.pue,
+            "grid_g_per_kwh": self.grid_g_per_kwh,
+            "evidence": self.power.evidence,
+            "source": self.power.source,
+        }
+
+    def describe(self) -> str:
+        """What watts rest on, and what they leave out."""
+        words = {
+            "measured": "fitted to measured steps of this GPU",
+            "published": "fitted to published serving runs on this GPU",
+            "scaled": "not measured on this GPU: shares of its power limit as on others",
+        }
+        rest = "CPUs, network and cooling are not included" if self.pue == 1 else f"times a PUE of {self.pue:g}"
+        return f"watts are {words[self.power.evidence]} (docs/energy.md); GPUs alone, {rest}"
 
 
 class FittedDevice(TypedDict):
@@ -71,10 +125,11 @@ class PowerModel(NamedTuple):
     most: float
     source: str
 
-    def find(self, shares: Shares) -> Watts:
+    def find(self, shares: Shares) -> Power:
         mid = self.limit_w * draw_power(self.coefficients, shares)
         low, high = self.factors
-        return Watts(mid * low, mid, max(mid, min(mid * high, self.most * self.limit_w)))
+        watts = Range(mid * low, mid, max(mid, min(mid * high, self.most * self.limit_w)))
+        return Power(watts, self.evidence, self.source)
 
 
 def draw_power(coefficients: tuple[float, float, float, float], shares: Shares) -> float:
@@ -84,13 +139,34 @@ def draw_power(coefficients: tuple[float, float, float, float], shares: Shares) 
     return float(asked / (1 + asked**_BEND) ** (1 / _BEND))
 
 
-def find_watts(device: Device, flops: float, bandwidth: float, running: float = 1.0) -> Watts | None:
+def find_watts(device: Device, flops: float, bandwidth: float, running: float = 1.0) -> Range | None:
     """Watts of one device that keeps up shares of its peak and bandwidth; None where its power limit is not known.
 
     `running` is the share of the time in which kernels run.
     """
     model = find_power_model(device)
-    return None if model is None else model.find(Shares(flops, bandwidth, running))
+    return None if model is None else model.find(Shares(flops, bandwidth, running)).watts
+
+
+def find_energy(
+    power: Power | None, seconds: Range, tokens: float, gpus: int, pue: float | None, grid: float | None, device: Device
+) -> Energy | None:
+    """What `gpus` devices take in so many seconds; None where their power limit is not known and nobody asks."""
+    for name, value in (("pue", pue), ("grid", grid)):
+        if value is not None and power is None:
+            raise DeviceError(
+                f"{device.name} has no known power limit, so {spell(name)} changes nothing: add tdp_w in your own "
+                "devices.toml"
+            )
+    if pue is not None and pue < 1:
+        raise WorkloadError(f"{spell('pue')} is what a site takes over what its computers take, 1 or more, not {pue:g}")
+    if power is None:
+        return None
+    watts, times = power.watts, gpus * (pue or 1.0) / 3600
+    below = math.hypot(1 - watts.low / watts.mid, 1 - seconds.low / seconds.mid)
+    above = math.hypot(watts.high / watts.mid - 1, seconds.high / seconds.mid - 1)
+    wh = watts.mid * seconds.mid * times
+    return Energy(power, Range(wh * max(0.0, 1 - below), wh, wh * (1 + above)), tokens, pue or 1.0, grid)
 
 
 def find_power_model(device: Device) -> PowerModel | None:

@@ -1,7 +1,7 @@
 """Watts of a device at rest and in single calls that compute or move bytes, by NVML's counter of energy.
 
-Whole steps have their joules beside their seconds (runs.py). Calls show what steps cannot keep apart: a call is repeated
-until SECONDS are over, after a run-up, because a device at its power limit takes about a second to settle.
+Whole steps have their joules beside their seconds (runs.py). Calls show what steps cannot keep apart. A call is
+repeated for SECONDS, after a run-up, because a device at its power limit takes about a second to settle.
 """
 
 from __future__ import annotations
