@@ -1,6 +1,7 @@
 """Fit the watts of devices, and show how far they lie off on models and devices that no fit has seen.
 
     python benchmarks/watts.py points FOLDER              # published rows -> benchmarks/results/watts_published.json
+    python benchmarks/watts.py keep JOURNAL               # a calibration's joules -> results/power_calibration.json
     python benchmarks/watts.py report [--page FILE]       # prints the tables of docs/energy.md, or puts them there
     python benchmarks/watts.py report --write             # and writes model_specs/watts.json
 
@@ -8,8 +9,8 @@ FOLDER holds serving-energy.csv.gz: ML.ENERGY's runs of vLLM at a steady batch o
 count: how many tokens an image or video made, and how long the GPU waited for it, is not published. Prompt lengths of
 text tasks are not published either, so the fit finds one length for each task.
 
-The points of an H200 are ours: single calls and settled steps (power_steps.json), the steps of calibrations, the test
-steps of predict_error.py and all blind rounds. All of them have NVML's joules.
+The points of an H200 are ours: single calls and settled steps (power_steps.json), three calibrations, one of them with
+single calls (power_calibration.json), the test steps of predict_error.py and all blind rounds. All have NVML's joules.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from flopcalc.prediction.watts import Shares, draw_power  # noqa: E402
 Json = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 PUBLISHED = RESULTS / "watts_published.json"
+CALIBRATION = RESULTS / "power_calibration.json"
 FITTED = ROOT / "model_specs" / "watts.json"
 MARKS = ("<!-- tables of watts.py -->", "<!-- end of tables -->")
 HERE = "h200-sxm"
@@ -104,6 +106,15 @@ def count_shares(model: Any, line: dict[str, str]) -> Json:
     return {name: float(f"{value:.5g}") for name, value in values.items()}
 
 
+def keep_joules(journal: Path) -> Json:
+    """What a journal of `flopcalc calibrate --predictor` says of energy."""
+    first, *lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+    records = [line["data"] for line in lines if line["status"] == "ok" and line["data"].get("energy_j")]
+    left = ("operators", "calls")
+    cases = [{name: value for name, value in record.items() if name not in left} for record in records]
+    return {"provenance": {**first["run"], "command": "flopcalc calibrate --predictor"}, "cases": cases}
+
+
 def load_published() -> list[Point]:
     rows = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"]
     return [
@@ -154,14 +165,16 @@ def load_own() -> tuple[list[Point], float]:
 
     kept = json.loads((RESULTS / "power_steps.json").read_text(encoding="utf-8"))["rows"]
     calls = [{**row, "power": row["kind"]} for row in kept if "model" not in row and "flops" in row]
+    calls += [row for row in json.loads(CALIBRATION.read_text(encoding="utf-8"))["cases"] if "power" in row]
     called = read_calls(calls, machine, limit_w)
-    rest = next(point.drawn for point in called if point.name == "rest")
-    points += [Point(HERE, "single calls", row["row"], point.drawn, point.shares, predicted=point.shares)
+    rest = float(np.mean([point.drawn for point in called if point.name == "rest"]))
+    points += [Point(HERE, "single calls", row["power"], point.drawn, point.shares, predicted=point.shares)
                for row, point in zip(calls, called, strict=True) if point.name != "rest"]  # fmt: skip
     sources = {
         "settled steps": ("power_steps.json", "rows", runs.get_config),
         "calibration, full": ("predict_profiles.json.gz", "cases", runs.get_config),
         "calibration, quick": ("quick_profiles.json.gz", "cases", runs.get_config),
+        "calibration with calls": (CALIBRATION.name, "cases", runs.get_config),
         "test steps": ("predict_cases.json", "cases", predict_error.get_config),
     }
     for group, (name, key, configs) in sources.items():
@@ -388,14 +401,20 @@ def report() -> tuple[str, Json]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["points", "report"])
+    parser.add_argument("command", choices=["points", "keep", "report"])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
+    if options.command != "report" and options.folder is None:
+        parser.error("points needs the folder of serving-energy.csv.gz, keep a journal")
+    if options.command == "keep":
+        kept = keep_joules(options.folder)
+        lines = ",\n".join(f"  {json.dumps(case)}" for case in kept["cases"])
+        text = f'{{\n "provenance": {json.dumps(kept["provenance"])},\n "cases": [\n{lines}\n ]\n}}\n'
+        CALIBRATION.write_text(text, encoding="utf-8")
+        return
     if options.command == "points":
-        if options.folder is None:
-            parser.error("points needs the folder of serving-energy.csv.gz")
         rows = read_published(options.folder)
         source = "ML.ENERGY leaderboard data of 2026-02, benchmark v3, Apache-2.0; text tasks, turned into shares"
         lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)

@@ -53,7 +53,7 @@ def meter(bench: Bench, call: Callable[[], object], seconds: float) -> Json:
     joules = after_j - before_j if before_j is not None and after_j is not None else None
     return {
         "seconds": round_digits(taken / calls),
-        "calls": calls,
+        "repeats": calls,
         "energy_j": round_digits(None if joules is None else joules / calls),
         "power_w": round_digits(None if joules is None else joules / taken),
         "sm_clock_mhz": clock,
