@@ -1,4 +1,4 @@
-"""Watts of a training's GPU: read by the worker alone, silent without NVML, and no fault of NVML reaches the training."""
+"""Watts of a training's GPU: read by the worker alone, silent without NVML; no fault of NVML reaches the training."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Nvml:
         self.names: list[bytes] = []
         self.fault: Callable[[], int] | None = None
 
-    def nvmlInit_v2(self) -> int:  # noqa: N802
+    def nvmlInit_v2(self) -> int:
         return 0
 
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, _handle: object) -> int:  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, _handle: object) -> int:
         self.names.append(name)
         return 0 if name == f"GPU-{UUID}".encode() else 6
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, _handle: object, found: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetTotalEnergyConsumption(self, _handle: object, found: Any) -> int:
         if self.fault is not None:
             return self.fault()
         ctypes.cast(found, ctypes.POINTER(ctypes.c_ulonglong))[0] = self.millijoules.pop(0)

@@ -1,4 +1,4 @@
-"""Watts of a device from how busy it is, and what steps and runs take: values, refusals, and where figures come from."""
+"""Watts of a device from how busy it is, and what steps and runs take: values, refusals, sources."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_device_draws_what_its_coefficients_say_up_to_its_limit(shares: Shares
 
 @pytest.mark.parametrize(
     ("device", "evidence"),
-    [("h200", "measured"), ("h100-sxm", "published"), ("b200", "published"), ("a100", "scaled"), ("rtx-4090", "scaled")],
+    [("h200", "measured"), ("h100-sxm", "published"), ("b200", "published"), ("a100", "scaled"), ("t4", "scaled")],
 )
 def test_evidence_follows_what_was_measured(device: str, evidence: str) -> None:
     model = find_power_model(find_device(device))
@@ -251,7 +251,8 @@ def test_energy_in_words(wh: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grams", "text"), [(0.09, "90 mg"), (5, "5 g"), (1234, "1.23 kg"), (666e3, "666 kg"), (2e6, "2 t"), (3e11, "300,000 t")]
+    ("grams", "text"),
+    [(0.09, "90 mg"), (5, "5 g"), (1234, "1.23 kg"), (666e3, "666 kg"), (2e6, "2 t"), (3e11, "300,000 t")],
 )
 def test_mass_in_words(grams: float, text: str) -> None:
     assert format_mass(grams) == text
