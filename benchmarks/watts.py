@@ -74,33 +74,26 @@ def read_published(folder: Path) -> list[Json]:
             if name is None or line["task"] not in TASKS:
                 continue
             found.append({"model": name, "hub_id": line["model"], "device": line["device"], "task": line["task"],
-                          **count_shares(load_model(name, line["weights_format"], None), line)})  # fmt: skip
+                          **count_point(load_model(name, line["weights_format"], None), line)})  # fmt: skip
     return found
 
 
-def count_shares(model: Any, line: dict[str, str]) -> Json:
-    """FLOPs over the peak and bytes over the bandwidth of one GPU in a run of decodes, and its watts over its limit."""
-    device, gpus, tp = find_device(line["device"]), int(line["gpus"]), int(line["tp"])
+def count_point(model: Any, line: dict[str, str]) -> Json:
+    """How busy one GPU was in a run of decodes, what a token of a prompt adds, and its watts over its limit."""
+    from flopcalc.server.power import MeanStep, count_shares
+    from flopcalc.server.step import Deployment
+
+    device, gpus = find_device(line["device"]), int(line["gpus"])
+    layout = Deployment(int(line["tp"]), int(line["dp"]), 1, int(line["ep"]))
     batch, output = float(line["batch_mean"]), float(line["output_tokens_mean"])
-    seconds = batch / float(line["output_tokens_per_s"])  # of a mean step
-    flops = moved = 0.0
-    for weight in [*model.weights, *([model.head] if model.head else [])]:
-        size = weight.layers * weight.n * weight.k
-        flops += 2 * size * weight.active * batch / gpus
-        reached = weight.experts * (1 - (1 - weight.active / weight.experts) ** batch)
-        moved += size * weight.bytes * reached / (gpus if weight.experts > 1 else tp)
-    length, attended = PROMPT + output / 2, 0.0
-    for layers in model.cached:
-        if layers.kind != "state":
-            keys = batch * (min(length, layers.window) if layers.kind == "window" else length) / gpus
-            moved += keys * layers.layers * layers.width * model.cache_bytes * max(1.0, tp / max(1, layers.kv_heads))
-            attended += 2 * keys * layers.layers * layers.heads * (layers.qk + layers.v)
-    kind = "fp8" if line["weights_format"].startswith("fp8") else "bf16"
-    peak, bandwidth = device.peak_tflops[kind] * 1e12, (device.bandwidth_gb_per_s or 1) * 1e9
+    decodes = batch / layout.dp
+    step = MeanStep(batch / float(line["output_tokens_per_s"]), decodes, PROMPT + output / 2)
+    shares = count_shares(model, layout, device, step)
     values = {
-        "flops": (flops + attended) / seconds / peak,
-        "prompt_flops": flops / output / seconds / peak,
-        "bandwidth": moved / seconds / bandwidth,
+        "flops": shares.flops,
+        "prompt_flops": count_shares(model, layout, device, step._replace(prompt=decodes / output)).flops
+        - shares.flops,
+        "bandwidth": shares.bandwidth,
         "drawn": float(line["power_w"]) / gpus / (device.tdp_w or 1),
     }
     return {name: float(f"{value:.5g}") for name, value in values.items()}

@@ -26,7 +26,7 @@ from flopcalc.planning.step import LayoutTimer
 from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.execution_options import describe_formats
 from flopcalc.prediction.memory.peak import Memory, resize_batch
-from flopcalc.prediction.watts import Energy, Range, find_energy, find_power_model
+from flopcalc.prediction.watts import Energy, Range, check_site, find_energy, find_power_model
 
 MOST_LAYOUTS = 1_000_000
 _TOLD_EVERY = 32  # layouts between two calls of `progress`
@@ -101,7 +101,8 @@ def search_layouts(
     def spend(layout: Layout, step: LayoutSeconds, run_s: float) -> Energy | None:
         power = None if power_model is None else power_model.find(runner.find_shares(layout, step))
         seconds = Range(run_s * step.low / step.seconds, run_s, run_s * step.high / step.seconds)
-        return find_energy(power, seconds, tokens, gpus, pue, grid, found)
+        check_site(power, pue, grid)
+        return find_energy(power, seconds, tokens, gpus, pue, grid)
 
     def finish(layout: Layout, step: LayoutSeconds, _: int) -> PlannedLayout:
         memory = runner.count_memory(layout)
@@ -425,5 +426,5 @@ def _list_notes(
     elif rate.source != "given":
         notes.append(f"price {rate.usd_per_gpu_hour:g} USD per GPU-hour as of {rate.source}")
     if best.energy is not None:
-        notes.append(best.energy.describe())
+        notes.append(best.energy.power.describe())
     return notes

@@ -100,8 +100,7 @@ class Prediction(NamedTuple):
         """What a step takes on all GPUs."""
         seconds = Range(*(value + self.pause_s for value in self.step_time_s))
         tokens = self.tokens_per_s * seconds.mid
-        place = find_device(self.device)
-        return find_energy(self.power, seconds, tokens, self.gpus, self.pue, self.grid_g_per_kwh, place)
+        return find_energy(self.power, seconds, tokens, self.gpus, self.pue, self.grid_g_per_kwh)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -229,6 +228,7 @@ def predict_estimate(
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []
+    notes += [prediction.power.describe()] if prediction.power is not None else []
     notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
     notes += describe_inferred(estimate.terms[0].estimator)

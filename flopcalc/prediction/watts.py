@@ -53,6 +53,15 @@ class Power(NamedTuple):
     evidence: Evidence
     source: str
 
+    def describe(self) -> str:
+        """What watts rest on, and what they leave out."""
+        words = {
+            "measured": "fitted to measured steps of this GPU",
+            "published": "fitted to published serving runs on this GPU",
+            "scaled": "not measured on this GPU: shares of its power limit as on others",
+        }
+        return f"watts are {words[self.evidence]} (docs/energy.md); CPUs, network and cooling are not included"
+
 
 class Energy(NamedTuple):
     """What the GPUs of a step, or of a whole run, take: watts of one, watt-hours of all, with the site's PUE."""
@@ -83,16 +92,6 @@ class Energy(NamedTuple):
             "evidence": self.power.evidence,
             "source": self.power.source,
         }
-
-    def describe(self) -> str:
-        """What watts rest on, and what they leave out."""
-        words = {
-            "measured": "fitted to measured steps of this GPU",
-            "published": "fitted to published serving runs on this GPU",
-            "scaled": "not measured on this GPU: shares of its power limit as on others",
-        }
-        rest = "CPUs, network and cooling are not included" if self.pue == 1 else f"times a PUE of {self.pue:g}"
-        return f"watts are {words[self.power.evidence]} (docs/energy.md); GPUs alone, {rest}"
 
 
 class FittedDevice(TypedDict):
@@ -148,18 +147,21 @@ def find_watts(device: Device, flops: float, bandwidth: float, running: float = 
     return None if model is None else model.find(Shares(flops, bandwidth, running)).watts
 
 
-def find_energy(
-    power: Power | None, seconds: Range, tokens: float, gpus: int, pue: float | None, grid: float | None, device: Device
-) -> Energy | None:
-    """What `gpus` devices take in so many seconds; None where their power limit is not known and nobody asks."""
+def check_site(power: Power | None, pue: float | None, grid: float | None) -> None:
+    """Refuse what is given of a site and cannot be used."""
     for name, value in (("pue", pue), ("grid", grid)):
         if value is not None and power is None:
             raise DeviceError(
-                f"{device.name} has no known power limit, so {spell(name)} changes nothing: add tdp_w in your own "
-                "devices.toml"
+                f"{spell(name)} needs the device's power limit, which is not known: add tdp_w in your own devices.toml"
             )
     if pue is not None and pue < 1:
         raise WorkloadError(f"{spell('pue')} is what a site takes over what its computers take, 1 or more, not {pue:g}")
+
+
+def find_energy(
+    power: Power | None, seconds: Range, tokens: float, gpus: int, pue: float | None, grid: float | None
+) -> Energy | None:
+    """What `gpus` devices take in so many seconds; None where their watts are not known."""
     if power is None:
         return None
     watts, times = power.watts, gpus * (pue or 1.0) / 3600

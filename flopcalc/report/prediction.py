@@ -85,6 +85,7 @@ def format_energy_lines(energy: Energy | None, span: str, label: int = 10) -> li
     parts = [f"{watts} a GPU", f"{show(energy.wh, format_energy)} {span}"]
     if energy.tokens:
         parts.append(f"{show(energy.wh_per_million_tokens, format_energy)} per million tokens")
+    parts += [f"with a PUE of {energy.pue:g}"] if energy.pue != 1 else []
     lines = wrap("; ".join(parts), f"{'power':{label}}", " " * label)
     if (co2 := energy.co2_g) is not None:
         shown = f"{show(co2, format_mass)} {span} at {energy.grid_g_per_kwh:g} g/kWh"

@@ -78,14 +78,14 @@ def test_a_device_without_a_power_limit_has_no_watts() -> None:
 
 @pytest.mark.parametrize("field", ["grid", "pue"])
 def test_what_needs_watts_is_refused_without_a_power_limit(field: str) -> None:
-    with pytest.raises(DeviceError, match=f"GH200.* has no known power limit, so {field} changes nothing: add tdp_w"):
+    with pytest.raises(DeviceError, match=f"{field} needs the device's power limit, which is not known: add tdp_w"):
         predict(TINY, seq_len=256, device="gh200-96gb", **{field: 2})
 
 
 def test_energy_of_a_step() -> None:
     """1 kW for 36 s on two GPUs is 20 Wh; both intervals are joined, and PUE and grid multiply."""
     power = Power(Range(900.0, 1000.0, 1100.0), "measured", "here")
-    found = find_energy(power, Range(36.0, 36.0, 36.0), 4e6, 2, 1.5, 400.0, find_device("h200"))
+    found = find_energy(power, Range(36.0, 36.0, 36.0), 4e6, 2, 1.5, 400.0)
     assert found is not None
     assert found.wh == pytest.approx((27.0, 30.0, 33.0))
     assert found.wh_per_million_tokens.mid == pytest.approx(7.5)
@@ -97,7 +97,7 @@ def test_energy_of_a_step() -> None:
         "co2_g": pytest.approx({"low": 10.8, "mid": 12.0, "high": 13.2}),
         "pue": 1.5, "grid_g_per_kwh": 400.0, "evidence": "measured", "source": "here",
     }  # fmt: skip
-    wide = find_energy(power, Range(36 * 0.7, 36.0, 36 * 1.3), 4e6, 1, None, None, find_device("h200"))
+    wide = find_energy(power, Range(36 * 0.7, 36.0, 36 * 1.3), 4e6, 1, None, None)
     assert wide is not None
     assert wide.wh == pytest.approx((10 * (1 - 0.1**0.5), 10.0, 10 * (1 + 0.1**0.5)))
     assert wide.co2_g is None
@@ -165,7 +165,7 @@ def test_a_plan_spends_watts_and_not_the_power_limit() -> None:
     assert best.to_dict()["energy"] == flat.to_dict()
     assert best.to_row().power_w == flat.power.watts.mid
     assert not any("full 700 W" in note for note in found[1].notes)
-    assert flat.describe() in found[1].notes
+    assert flat.power.describe() in found[1].notes
     green = plan(TINY, **given, pp=1, tp=1, zero=0, grid="400g/kWh", pue=1.5).best[0].energy
     assert green is not None
     assert green.wh == pytest.approx([1.5 * value for value in flat.wh])
