@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc import plan, predict
+from flopcalc import estimate_flops, plan, predict
 from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import DeviceError, FlopcalcError, SpecError, WorkloadError
 from flopcalc.base.units import format_energy, format_mass
@@ -125,6 +125,12 @@ def test_ways_to_write_a_grid(given: float | str, grams: float) -> None:
 def test_what_is_no_grid(given: float | str) -> None:
     with pytest.raises(FlopcalcError, match="grid"):
         predict(TINY, seq_len=256, device="h200", grid=given)
+
+
+@pytest.mark.parametrize("field", ["grid", "pue"])
+def test_commands_without_watts_refuse_a_site(field: str) -> None:
+    with pytest.raises(FlopcalcError, match=f"estimate takes no {field}: predict, plan do"):
+        estimate_flops("llama-3.2-1b", seq_len=16, **{field: 2})  # type: ignore[misc]
 
 
 def test_energy_follows_gpus_and_pauses() -> None:
