@@ -160,6 +160,7 @@ def predict(model: Any = None, workload: Workload | None = None, **setup: Unpack
 def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
     """As `predict`, of what was counted under convention hardware."""
     from flopcalc.prediction.step import predict_estimate
+    from flopcalc.prediction.watts import check_site
 
     found = predict_estimate(
         counted.estimate,
@@ -176,9 +177,11 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
         notes.append(
             f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: `flopcalc plan` adds it"
         )
+    check_site(found.power, setup.get("pue"), setup.get("grid"))
     return found._replace(
-        notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus, tokens_per_s=found.tokens_per_s * gpus
-    )
+        notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus, tokens_per_s=found.tokens_per_s * gpus,
+        pue=setup.get("pue"), grid_g_per_kwh=setup.get("grid"),
+    )  # fmt: skip
 
 
 def list_step_options(setup: Setup) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
@@ -72,6 +72,25 @@ def format_amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def format_energy(wh: float) -> str:
+    """0.0123 -> '12.3 mWh', 1234.5 -> '1.23 kWh'."""
+    return _format_metric(wh, "Wh", ("m", "", "k", "M", "G"))
+
+
+def format_mass(grams: float) -> str:
+    """0.5 -> '500 mg', 1234.5 -> '1.23 kg', 2e6 -> '2 t'."""
+    return _format_metric(grams, "g", ("m", "", "k")) if grams < 1e6 else f"{format_amount(grams / 1e6)} t"
+
+
+def _format_metric(value: float, unit: str, steps: Sequence[str]) -> str:
+    """In the largest step that leaves at least 1; the first one is a thousandth."""
+    at = 0
+    value *= 1000
+    while value >= 999.5 and at < len(steps) - 1:
+        value, at = value / 1000, at + 1
+    return f"{format_amount(value)} {steps[at]}{unit}"
+
+
 def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
@@ -89,6 +108,7 @@ _DECIMAL = Unit({"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}, "2000000000 o
 _TIME = Unit({"us": "1/1000000", "µs": "1/1000000", "ms": "1/1000", "s": 1, "min": 60, "h": 3600}, "0.5 or 500ms", " s")
 _SHARE = Unit({"%": "1/100"}, "40% or 0.4")
 _PRICE = Unit({"$": 1, "usd": 1, **_DECIMAL.suffixes}, "2.5 or 2.50$", " USD")
+_CARBON = Unit({"g/kwh": 1, "kg/kwh": 1000}, "400g/kWh or 0.4kg/kWh", " g/kWh")
 _PLAIN = Unit({}, "")
 # Every field whose value may have a suffix; all others take plain numbers.
 UNITS = {
@@ -115,8 +135,9 @@ UNITS = {
     "price": _PRICE,
     **dict.fromkeys(("step_time", "audio", "video", "pause_s"), _TIME),
     "mfu": _SHARE,
+    "grid": _CARBON,
 }
-_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%$]*)"
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%$/]*)"
 _MOST_CHARACTERS = 40
 _LEAST, _MOST = 1e-60, 1e60
 

@@ -52,6 +52,13 @@ class DeviceQueue:
         )  # for the device to pass their end, or that of a later one; oldest first
         self.marked: deque[DueRecord] = deque()  # those of them that have an end
 
+    def find_uuid(self) -> str | None:
+        """Of the device that training runs on: NVML finds it by this; None where torch does not know it."""
+        try:
+            return str(self._torch.cuda.get_device_properties(self.find_current()).uuid).removeprefix("GPU-")
+        except Exception:  # an older torch, or a GPU that is no NVIDIA one
+            return None
+
     def mark(self, event: Any = None) -> Any:
         """An event, or this one once more, recorded now on the current stream; None while a graph is captured."""
         if self.is_capturing():

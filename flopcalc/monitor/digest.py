@@ -25,6 +25,7 @@ from flopcalc.monitor.messages import Messages
 from flopcalc.monitor.meter import UNKNOWN, Formats, Meter, MeteredStep, Pass, split_by_dataset
 from flopcalc.monitor.model import WatchedModel
 from flopcalc.monitor.passes import count_pass
+from flopcalc.monitor.power import PowerMeter
 from flopcalc.monitor.ranks import GatheredInterval, Side, combine, open_side
 from flopcalc.monitor.records import VALUES, DatasetMetrics, DueRecord, LostTime
 from flopcalc.monitor.settings import Settings
@@ -60,6 +61,7 @@ class StepWorker:
         self.model = WatchedModel(settings, self.meter, messages.say)
         self.metrics: dict[str, Any] = dict.fromkeys(CORE, math.nan)
         self.device: DeviceQueue | None = None
+        self.power: PowerMeter | None = None
         self.rank, self.world = 0, 1
         self.outbox: Outbox | None = None
         self.side: Side | None = None
@@ -238,6 +240,7 @@ class StepWorker:
         }
         source = self.model.source
         gauge = source.gauge() if source is not None and self.meter.is_detail_due() else {}
+        gauge |= self.power.values if self.power is not None else {}
         elapsed_s = max(0, entry.ended_ns - self._created) / 1e9
         record, details = self.meter.report(values, elapsed_s, gauge)
         self.metrics = {**self._keep_lasting(), **record, **details}
@@ -245,6 +248,11 @@ class StepWorker:
             skip = ("wandb",) if entry.skip_wandb else ()
             self.outbox.put({"type": "step", "time": self._created_s + elapsed_s, **record}, skip=skip)
         self._owes_goodput = self._owes_goodput or "goodput/share" in record
+
+    def refresh_power(self) -> None:
+        """On the worker's thread alone."""
+        if self.power is not None:
+            self.power.refresh()
 
     def _keep_lasting(self) -> dict[str, Any]:
         """What the next record does not replace: all else is of the same steps."""

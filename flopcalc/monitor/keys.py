@@ -30,8 +30,8 @@ CONTEXT = (
 DETAIL = (
     "perf/hfu", "perf/device_mfu", "perf/device_step_time", "perf/tflops_per_gpu", "perf/padded_tokens_per_second",
     "perf/images_per_second", "perf/model_flops", "perf/hardware_flops", "perf/factor", "perf/data_time",
-    "perf/tensor_active", "perf/sm_active", "perf/dram_active", "perf/slowest_rank_step_time", "perf/stragglers",
-    "goodput/share",
+    "perf/tensor_active", "perf/sm_active", "perf/dram_active", "perf/power_w", "perf/energy_wh",
+    "perf/slowest_rank_step_time", "perf/stragglers", "goodput/share",
 )  # fmt: skip
 LOST_PREFIX, LOST_SUFFIX = "goodput/lost_", "_s"
 # Of a step that is more than training; each with flops, hardware_flops, seconds and mfu.

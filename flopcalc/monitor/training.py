@@ -26,6 +26,7 @@ from flopcalc.monitor.pass_calls import PassCalls
 from flopcalc.monitor.pass_log import PassLog
 from flopcalc.monitor.passes import count_measured
 from flopcalc.monitor.place import find_rank
+from flopcalc.monitor.power import PowerMeter
 from flopcalc.monitor.records import DatasetMetrics, DueRecord, LostTime
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, TrainingPhase, check_path, load_settings
 from flopcalc.monitor.step import SeenStep
@@ -542,6 +543,8 @@ class TrainingMonitor(PassCalls):
         if self._device is None:
             self._device = self._digester.device = found = find_device()
             self._values.use(found)
+            uuid = found.find_uuid() if found is not None else None
+            self._digester.power = PowerMeter(uuid) if uuid is not None else None
 
     def _start_worker(self) -> None:
         if self._worker is None:
@@ -656,6 +659,7 @@ def _work(reference: weakref.ref[TrainingMonitor], wake: threading.Event) -> Non
             monitor._values.take_in()
             monitor._digester.digest(_WORK_S)
             monitor._digester.refresh_goodput()
+            monitor._digester.refresh_power()
         except Exception as error:
             monitor._fail("worker", error)
         del monitor

@@ -1,4 +1,4 @@
-"""GPU-hours in; energy and money out, each with the source of its rate."""
+"""A device in; the price of its hour out, with its source."""
 
 from __future__ import annotations
 
@@ -53,8 +53,3 @@ def _read_prices(path: str) -> list[tuple[str, str, float, str]]:
             raise SpecError(f"{path}: price {format_value(entry)}: usd_per_gpu_hour must be positive")
         found.append((name, date, price, source))
     return found
-
-
-def count_energy(device: Device, gpu_hours: float) -> float | None:
-    """kWh at the board's full power: a bound from above, without hosts, network and cooling; None if not known."""
-    return None if device.tdp_w is None else device.tdp_w * gpu_hours / 1000

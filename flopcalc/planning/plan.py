@@ -95,6 +95,8 @@ def plan_setup(setup: Setup) -> Plan:
             fixed=narrowed,
             interconnect=setup.get("interconnect"),
             price=setup.get("price"),
+            pue=setup.get("pue"),
+            grid=setup.get("grid"),
             dtype=setup.formats.compute,
             execution=setup.get("execution", "fused"),
             optimizer=setup.get("optimizer", "adamw-master"),

@@ -18,6 +18,7 @@ from flopcalc.planning.money import Rate
 from flopcalc.planning.network import Interconnect
 from flopcalc.planning.seconds import PARTS, LayoutSeconds
 from flopcalc.prediction.memory.peak import Memory, find_capacity
+from flopcalc.prediction.watts import Energy
 
 # NCCL's buffers on every device of several. The allocator of the tensors does not see them.
 BUFFER_BYTES = 2 << 30
@@ -68,6 +69,7 @@ class PlannedRow(NamedTuple):
     gpu_hours: float
     energy_kwh: float | None
     usd: float | None
+    power_w: float | None  # of one device
 
 
 class PlannedLayout(NamedTuple):
@@ -81,8 +83,13 @@ class PlannedLayout(NamedTuple):
     tokens_per_s: float
     days: float
     gpu_hours: float
-    kwh: float | None
+    energy: Energy | None
     usd: float | None
+
+    @property
+    def kwh(self) -> float | None:
+        """Of all devices, at the middle time."""
+        return None if self.energy is None else self.energy.wh.mid / 1000
 
     def to_dict(self) -> dict[str, Any]:
         factor = {"low": self.step.low / self.step.seconds, "mid": 1.0, "high": self.step.high / self.step.seconds}
@@ -96,6 +103,7 @@ class PlannedLayout(NamedTuple):
             "days": {name: self.days * times for name, times in factor.items()},
             "gpu_hours": {name: self.gpu_hours * times for name, times in factor.items()},
             "energy_kwh": self.kwh,
+            "energy": None if self.energy is None else self.energy.to_dict(),
             "usd": None if self.usd is None else {name: self.usd * times for name, times in factor.items()},
             "breakdown": {name: part for name, part in zip(PARTS, self.step.parts, strict=True) if part},
             "memory_bytes": _list_bytes(self.memory),
@@ -107,6 +115,7 @@ class PlannedLayout(NamedTuple):
             str(layout), layout.dp, layout.tp, layout.pp, layout.virtual, layout.cp, layout.ep, layout.zero,
             layout.micro_batch, layout.recompute, step.seconds, step.low, step.high, self.mfu, self.hfu,
             self.tokens_per_s, self.memory.peak, self.days, self.gpu_hours, self.kwh, self.usd,
+            None if self.energy is None else self.energy.power.watts.mid,
         )  # fmt: skip
 
     def __repr__(self) -> str:

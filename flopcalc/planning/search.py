@@ -18,7 +18,7 @@ from flopcalc.hardware.routing import EVEN
 from flopcalc.planning.coverage import describe_coverage
 from flopcalc.planning.cut import is_lifting
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
-from flopcalc.planning.money import Rate, count_energy, find_price
+from flopcalc.planning.money import Rate, find_price
 from flopcalc.planning.network import Interconnect, check_reach, find_interconnect
 from flopcalc.planning.results import Loser, Plan, PlannedLayout, Point, find_usable
 from flopcalc.planning.seconds import PARTS, LayoutSeconds, Overlaps
@@ -26,6 +26,7 @@ from flopcalc.planning.step import LayoutTimer
 from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.execution_options import describe_formats
 from flopcalc.prediction.memory.peak import Memory, resize_batch
+from flopcalc.prediction.watts import Energy, Range, check_site, find_energy, find_power_model
 
 MOST_LAYOUTS = 1_000_000
 _TOLD_EVERY = 32  # layouts between two calls of `progress`
@@ -60,6 +61,8 @@ def search_layouts(
     fixed: Mapping[str, Sequence[int | str]],
     interconnect: str | None = None,
     price: float | None = None,
+    pue: float | None = None,
+    grid: float | None = None,
     dtype: str | None = None,
     execution: Execution = "fused",
     optimizer: Optimizer = "adamw-master",
@@ -93,6 +96,14 @@ def search_layouts(
     capacity = find_usable(found, gpus)
     searched = _search(runner, gpus, global_batch, fixed, capacity, progress)
 
+    power_model = find_power_model(found)
+
+    def spend(layout: Layout, step: LayoutSeconds, run_s: float) -> Energy | None:
+        power = None if power_model is None else power_model.find(runner.find_shares(layout, step))
+        seconds = Range(run_s * step.low / step.seconds, run_s, run_s * step.high / step.seconds)
+        check_site(power, pue, grid)
+        return find_energy(power, seconds, tokens, gpus, pue, grid)
+
     def finish(layout: Layout, step: LayoutSeconds, _: int) -> PlannedLayout:
         memory = runner.count_memory(layout)
         speed = global_batch / step.seconds
@@ -106,7 +117,7 @@ def search_layouts(
             tokens_per_s=speed * sample.tokens,
             days=hours / 24,
             gpu_hours=hours * gpus,
-            kwh=count_energy(found, hours * gpus),
+            energy=spend(layout, step, 3600 * hours),
             usd=None if rate is None else rate.usd_per_gpu_hour * hours * gpus,
         )
 
@@ -414,6 +425,6 @@ def _list_notes(
         notes.append(f"no price is known for this device: {spell('price', 'USD_PER_GPU_HOUR')} gives one")
     elif rate.source != "given":
         notes.append(f"price {rate.usd_per_gpu_hour:g} USD per GPU-hour as of {rate.source}")
-    if best.kwh is not None:
-        notes.append(f"energy assumes the GPU's full {device.tdp_w:g} W; CPUs, network and cooling are not included")
+    if best.energy is not None:
+        notes.append(best.energy.power.describe())
     return notes

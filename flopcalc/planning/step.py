@@ -55,6 +55,7 @@ from flopcalc.prediction.memory.peak import (
     resize_batch,
 )
 from flopcalc.prediction.memory.tensors import SplitBytes
+from flopcalc.prediction.watts import Shares
 from flopcalc.prediction.work import Work
 
 _KINDS = ("products", "attention", "memory_bound", "optimizer", "recompute")  # in the order of a clock's sums
@@ -357,6 +358,21 @@ class LayoutTimer:
         uneven = self.fitted.shard_uneven * log(layout.dp * layout.cp) if layout.zero == 3 else 0.0
         parts["overhead"] = (self.fitted.overhead + uneven) * sum(parts.values())
         return LayoutSeconds(tuple(parts.values()), *self._find_errors(layer, parts))
+
+    def find_shares(self, layout: Layout, step: LayoutSeconds) -> Shares:
+        """How busy the mean device of a layout is."""
+        cut, whole = _find_cut(layout), list_sections(self.model)[0]
+        stepped = self._find_stepped(layout, whole) if layout.devices > 1 else 1.0
+        sums = (
+            (self._batch(cut, whole.strip()), self._count_batches(layout)),
+            (self._shares(cut).sums["optimizer", ()], stepped),
+        )
+        totals, seconds = combine(sums), layout.pp * step.seconds
+        parts = dict(zip(PARTS, step.parts, strict=True))
+        running = 1 - (parts["bubble"] + parts["host"]) / step.seconds
+        return Shares(
+            totals.flops / seconds / self.machine.peak, totals.bytes / seconds / self.machine.bandwidth, running
+        )
 
     def _time_spread(self, layout: Layout) -> LayoutTime:
         """What layouts that differ in ZeRO share."""

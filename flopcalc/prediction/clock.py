@@ -18,6 +18,7 @@ from flopcalc.prediction.host_time import ONCE, HostTime, find_order, find_unit,
 from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
 from flopcalc.prediction.kernels.memory_bound import STREAMED
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
+from flopcalc.prediction.watts import Shares
 from flopcalc.prediction.work import Attention, MemoryCall, Product, Work
 
 _SLOWER = 0.2  # a choice: how much longer another host takes by which a step's share of its host is found
@@ -74,6 +75,7 @@ class Piece(NamedTuple):
     is_streamed: bool = False  # memory alone bounds it, whatever the clock
     is_again: bool = False  # recomputed
     flops: float = 0.0
+    bytes: float = 0.0  # read and written
 
     def slow_down(self, slower: float) -> float:
         """Seconds at a clock that slows the others down by a factor."""
@@ -103,6 +105,7 @@ class Totals(NamedTuple):
     streamed: float = 0.0  # of all these, what no clock slows down
     flops: float = 0.0
     launches: float = 0.0
+    bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -117,6 +120,7 @@ def add_up(pieces: Iterable[Piece]) -> Totals:
         sums["streamed"] += piece.seconds if piece.is_streamed else 0.0
         sums["flops"] += piece.flops
         sums["launches"] += piece.launches
+        sums["bytes"] += piece.bytes
     return Totals(**sums)
 
 
@@ -257,6 +261,9 @@ class Clock:
         is_again: bool = False, is_joined: bool = False, is_streamed: bool = False, flops: float = 0.0,
     ) -> None:  # fmt: skip
         if calls:
+            moved = each.reads + each.writes if isinstance(each, MemoryCall) else each.moved * self.machine.width
+            if kind == "memory" and isinstance(each, Product):  # a cast: memory bounds it
+                moved = timed.seconds * self.machine.bandwidth
             place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
             launches = calls * (self.constants["compiled"]["moved"] if self.is_joined and is_joined else 1.0)
             seconds = timed.seconds * launches
@@ -264,7 +271,7 @@ class Clock:
             self.pieces.append(
                 Piece(
                     each.module, each.group, kind, seconds, error, place, launches, is_joined, is_streamed, is_again,
-                    flops,
+                    flops, moved * launches,
                 )
             )  # fmt: skip
 
@@ -309,6 +316,12 @@ class Clock:
         """
         found = totals or add_up(self.pieces)
         return found.flops / found.seconds / self.machine.peak if found.seconds else 0.0
+
+    def find_shares(self, whole_s: float) -> Shares:
+        """How busy the device is over a step of `whole_s` seconds."""
+        totals = add_up(self.pieces)
+        flops, moved = totals.flops / whole_s / self.machine.peak, totals.bytes / whole_s / self.machine.bandwidth
+        return Shares(flops, moved, min(1.0, self.device_s() / whole_s))
 
     def clocked_s(self) -> float:
         """Seconds, at the full clock, of what a lower one slows down."""

@@ -46,6 +46,7 @@ from flopcalc.prediction.memory.peak import (
 )
 from flopcalc.prediction.moe_versions import FREE, RECORDED, USUAL, is_routed, parse_version
 from flopcalc.prediction.roofline import Floors, describe_execution, find_floors
+from flopcalc.prediction.watts import Energy, Power, Range, find_energy, find_power_model
 
 __all__ = ["Prediction", "StepTime", "find_largest_batch", "predict_estimate"]
 
@@ -90,6 +91,17 @@ class Prediction(NamedTuple):
     gpus: int = 1  # that run such a step each; tokens per second are of all of them
     global_batch: int = 0  # sequences of a step, on all GPUs
     routing: str | None = None  # of a model with experts
+    power: Power | None = None  # of one GPU; None where its power limit is not known
+    pause_s: float = 0.0  # after each step
+    pue: float | None = None
+    grid_g_per_kwh: float | None = None
+
+    @property
+    def energy(self) -> Energy | None:
+        """What a step takes on all GPUs."""
+        seconds = Range(*(value + self.pause_s for value in self.step_time_s))
+        tokens = self.tokens_per_s * seconds.mid
+        return find_energy(self.power, seconds, tokens, self.gpus, self.pue, self.grid_g_per_kwh)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -110,6 +122,7 @@ class Prediction(NamedTuple):
             "memory_bytes": (
                 {**self.memory.to_dict(), "fits": self.fits, "capacity": self.capacity} if self.memory else None
             ),
+            "energy": energy.to_dict() if (energy := self.energy) else None,
             "floors": self.floors.to_dict() if self.floors else None,
             "generate": self.generate,
             "advice": self.advice,
@@ -216,6 +229,7 @@ def predict_estimate(
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []
+    notes += [prediction.power.describe()] if prediction.power is not None else []
     notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
     notes += describe_inferred(estimate.terms[0].estimator)
@@ -319,6 +333,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
     events = tuple(clock.list_events(*pace)) if settings.has_events else ()
     share: dict[str, Any] = {"device": machine.device.id}
     whole = seconds.mid + settings.pause_s
+    model = find_power_model(machine.device)
     return Prediction(
         seconds,
         bound,
@@ -341,6 +356,8 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         events=events,
         global_batch=estimate.global_batch,
         routing=estimate.terms[0].estimator.routing_name,
+        power=None if model is None else model.find(clock.find_shares(whole)),
+        pause_s=settings.pause_s,
     )
 
 

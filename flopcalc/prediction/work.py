@@ -46,6 +46,11 @@ class Product(NamedTuple):
     def flops(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.calls
 
+    @property
+    def moved(self) -> int:
+        """Numbers that one call reads and writes; rows reach no more experts than there are rows."""
+        return self.m * (self.n + self.k) + min(self.copies, self.m) * self.n * self.k
+
 
 class Attention(NamedTuple):
     """One call of an attention kernel."""
@@ -72,6 +77,12 @@ class Attention(NamedTuple):
         """Of all calls, as a fused kernel computes them: scores once more on the way back."""
         pairs = self.batch * self.heads * self.length * self.keys / (2 if self.mask == "causal" else 1)
         return 2.0 * pairs * (self.qk + self.v) * self.calls * (5 / 2 if self.direction == "backward" else 1)
+
+    @property
+    def moved(self) -> int:
+        """Numbers that one call of a fused kernel reads and writes: each once, on the way back its gradient too."""
+        once = self.batch * (self.heads * self.length + self.kv_heads * self.keys) * (self.qk + self.v)
+        return once * (2 if self.direction == "backward" else 1)
 
 
 class MemoryCall(NamedTuple):

@@ -7,6 +7,7 @@ from decimal import Decimal
 from flopcalc.base.text_table import format_grid, wrap
 from flopcalc.base.units import format_bytes, format_parameters, format_seconds, format_tokens
 from flopcalc.planning.results import Plan
+from flopcalc.report.prediction import format_energy_lines
 
 
 def format_plan(plan: Plan) -> str:
@@ -49,6 +50,7 @@ def format_plan(plan: Plan) -> str:
         if part > 0.005 * best.step.seconds
     )
     lines += _wrap("time goes", f"(first layout) {shares}")
+    lines += format_energy_lines(best.energy, "for the run", 21)
     lines += _wrap("searched", f"{plan.layouts:,} layouts are valid, {plan.fitting:,} fit in memory")
     for loser in plan.losers:
         lines += _wrap(f"lost: {loser.reason}", f"{loser.layouts:,}; nearest {loser.nearest.layout}: {loser.text}")

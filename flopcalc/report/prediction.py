@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import format_grid, format_text, wrap
-from flopcalc.base.units import format_bytes, format_seconds, format_share
+from flopcalc.base.units import format_bytes, format_energy, format_mass, format_seconds, format_share
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.prediction.memory.peak import MOMENTS, Memory, find_capacity
 from flopcalc.prediction.roofline import format_rate
 from flopcalc.prediction.step import Prediction
+from flopcalc.prediction.watts import Energy, Range
 from flopcalc.report.labels import TIME_KINDS
 
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
@@ -51,6 +52,7 @@ def format_prediction(
         f"execution {prediction.execution}",
         *wrap(shares, "MFU       ", " " * 10),
         *wrap(str(prediction.floors), "floors    ", " " * 10),
+        *format_energy_lines(prediction.energy, "per step"),
         "",
         format_grid(["where the time goes", "time", "share"], times, keys=1),
         "",
@@ -69,6 +71,26 @@ def format_prediction(
     lines += ["", format_text(f"helps most: {prediction.advice}", "", "  ")]
     lines += [format_text(f"note: {note}", "", "  ") for note in notes]
     return "\n".join(lines)
+
+
+def format_energy_lines(energy: Energy | None, span: str, label: int = 10) -> list[str]:
+    """Watts of a GPU, watt-hours of a step or run, and of a million tokens; CO2 where the grid is known."""
+    if energy is None:
+        return []
+
+    def show(values: Range, format_: Callable[[float], str]) -> str:
+        return f"{format_(values.mid)} ({format_(values.low)} to {format_(values.high)})"
+
+    watts = show(energy.power.watts, lambda value: f"{value:,.0f} W")
+    parts = [f"{watts} a GPU", f"{show(energy.wh, format_energy)} {span}"]
+    if energy.tokens:
+        parts.append(f"{show(energy.wh_per_million_tokens, format_energy)} per million tokens")
+    parts += [f"with a PUE of {energy.pue:g}"] if energy.pue != 1 else []
+    lines = wrap("; ".join(parts), f"{'power':{label}}", " " * label)
+    if (co2 := energy.co2_g) is not None:
+        shown = f"{show(co2, format_mass)} {span} at {energy.grid_g_per_kwh:g} g/kWh"
+        lines += wrap(shown, f"{'CO2':{label}}", " " * label)
+    return lines
 
 
 def make_cells(prediction: Prediction, largest: int | None) -> dict[str, str | None]:

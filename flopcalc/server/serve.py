@@ -14,9 +14,10 @@ from flopcalc.base.units import format_bytes, parse_size
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.planning.money import find_price
 from flopcalc.server.engines import Engine, find_engine, read_flags
-from flopcalc.server.fitted import Weights, find_weights, load_fit
+from flopcalc.server.fitted import Weights, find_weights
 from flopcalc.server.kv import Room, find_longest, find_room
 from flopcalc.server.kv import to_dict as show_cache
+from flopcalc.server.power import MeanStep, find_server_watts
 from flopcalc.server.schedule import Request, Run, simulate
 from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import CLASSES, Deployment, StepCosts, StepModel, find_rates
@@ -328,9 +329,10 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     times["tokens_per_s"] = Estimated(rate / high, rate, rate / low)
     times["tokens_per_s_per_gpu"] = Estimated(*(value / layout.gpus for value in (rate / high, rate, rate / low)))
     by_class = _split(step, run, requests, weights)
-    power = _find_power(answer.device, by_class, layout.gpus)
+    mean = _find_mean(run, requests, sum(by_class.values()))
+    power = find_server_watts(step.model, layout, answer.device, mean)
     if power is not None:
-        times["power_w"] = power
+        times["power_w"] = Estimated(*power)
     price = find_price(answer.device, setup.get("price"))
     usd = None
     if price is not None:
@@ -457,12 +459,11 @@ def _name_shares(by_class: dict[str, float]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _find_power(device: Device, by_class: dict[str, float], gpus: int) -> Estimated | None:
-    """Watts of all GPUs: a share of the board's limit that grows with the share of time in which kernels run."""
-    if device.tdp_w is None:
-        return None
-    fit = load_fit()["power"]
-    total = sum(by_class.values())
-    busy = sum(seconds for name, seconds in by_class.items() if name not in HOST) / total
-    watts = gpus * device.tdp_w * min(1.0, max(fit["idle"], fit["base"] + fit["busy"] * busy))
-    return Estimated(watts * fit["interval"][0], watts, min(watts * fit["interval"][1], gpus * device.tdp_w))
+def _find_mean(run: Run, requests: Sequence[Request], seconds: float) -> MeanStep:
+    """The run's mean step, of so many seconds."""
+    tokens = sum(count for _, count in run.gaps) or len(requests)
+    decodes = max(1.0, tokens / max(1, run.steps))
+    outputs = sum(each.output for each in requests)
+    prompts = sum(each.input - each.cached for each in requests)
+    length = sum(each.input + each.output / 2 for each in requests) / len(requests)
+    return MeanStep(seconds, decodes, length, decodes / outputs * prompts)

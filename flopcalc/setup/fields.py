@@ -180,6 +180,8 @@ class SetupKeywords(TypedDict, total=False):
     overlap: Annotated[str, Field("none: communication is never hidden behind computation.", "layout", "L", metavar="all|none", default="all")]
     interconnect: Annotated[str, Field("Network between the GPUs (default: the GPU's usual one).", "layout", "L", metavar="NAME")]
     price: Annotated[Number, Field("Price of one GPU-hour in USD (default: a dated price, if known).", "layout", "LS", "number", "USD")]
+    grid: Annotated[Number, Field("Grams of CO2 of a kWh of your grid, such as 400g/kWh; gives the CO2.", "hardware", "PL", "number", "G_PER_KWH")]
+    pue: Annotated[Number, Field("What the site takes over what its computers take (PUE), such as 1.2.", "hardware", "PL", "number", "R", default="1")]
     # output
     convention: Annotated[Convention, Field("Count what the model needs (for MFU), what HF's eager code executes (full), or what the kernels execute (hardware, for HFU).", "output", "ECXB", "word", words=CONVENTIONS, default="model")]
     tokens: Annotated[Number, Field("Tokens of a whole run, such as 15T; gives steps, FLOPs and GPU-hours.", "output", "EL", "tokens", "N|2T|300B")]

@@ -90,9 +90,13 @@ def find_version(package: str) -> str | None:
 
 
 class DeviceGauge:
-    """NVML through ctypes, on torch's current device; every reading is None where NVML is not there."""
+    """NVML through ctypes; every reading is None where NVML is not there.
 
-    def __init__(self) -> None:
+    It reads the GPU with this uuid, as torch writes it; without one, torch's current device.
+    """
+
+    def __init__(self, uuid: str | None = None) -> None:
+        self._uuid = uuid
         self._lib: Any = None
         self._handle = ctypes.c_void_p()
         try:
@@ -104,6 +108,9 @@ class DeviceGauge:
 
     def _find_handle(self, lib: Any) -> bool:
         # By UUID: NVML's order of devices is not CUDA's, and knows nothing of CUDA_VISIBLE_DEVICES.
+        if self._uuid is not None:
+            name = f"GPU-{self._uuid}".encode()
+            return bool(lib.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._handle)) == 0)
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
             uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)

@@ -14,6 +14,7 @@ from flopcalc.measure.jobs.runner import Job
 from flopcalc.measure.predictor.host_calls import measure_units
 from flopcalc.measure.predictor.host_probe import make_probe
 from flopcalc.measure.predictor.narrow import MARK, is_narrow, narrow
+from flopcalc.measure.predictor.power_calls import list_power_rows, measure_power
 from flopcalc.measure.predictor.profiling import profile_step
 from flopcalc.measure.predictor.single_calls import list_rows, measure_calls
 
@@ -414,6 +415,7 @@ def plan(suite: str) -> list[Job]:
     """
     rows: dict[str, Json] = {name_case(case): {**case, "is_host": False} for case in list_cases(suite)}
     rows |= list_rows(suite)
+    rows |= list_power_rows(suite == "test")
     models = {"test": ("llama",), "quick": _QUICK_HOSTS, "full": tuple(MODELS)}[suite]
     small = [case for model in models for case in list_host_cases(suite, model)]
     small += list_narrow_cases() if suite == "full" else []
@@ -474,6 +476,8 @@ def start(args: Json) -> Callable[[Json], Json]:
     def measure_row(row: Json) -> Json:
         if "model" not in row:
             runner.drop()
+            if "power" in row:
+                return measure_power(runner.bench, row)
             is_call = row.get("is_call")
             return measure_calls(runner.bench, row) if is_call else {"units": measure_units(runner.bench)}
         case = {key: value for key, value in row.items() if key != "is_host"}

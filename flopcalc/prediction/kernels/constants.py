@@ -119,6 +119,21 @@ class OwnHost(TypedDict):
     date: str
 
 
+class WattsShares(TypedDict):
+    """What a device draws, in shares of its limit: at rest, while kernels run, at its peak, at its bandwidth."""
+
+    idle: FromZero
+    running: FromZero
+    compute: FromZero
+    memory: FromZero
+
+
+class WattsConstants(WattsShares):
+    """The same of the board that was measured."""
+
+    limit_w: Positive
+
+
 class Constants(KernelConstants):
     """All of a device."""
 
@@ -134,6 +149,7 @@ class Constants(KernelConstants):
     fitted: NotRequired[Annotated[dict[str, Any], Rule(are_fitted, "has a name or a value that defaults.json has not")]]
     is_own: NotRequired[bool]  # measured on this very machine
     own_host: NotRequired[OwnHost]
+    watts: NotRequired[WattsConstants]  # older files, and machines without NVML, have none
 
 
 class Edges(TypedDict):

@@ -8,7 +8,7 @@ from typing import Any
 from flopcalc.base.units import format_amount, format_bytes, format_parameters, format_seconds, format_tokens
 from flopcalc.report.html.page import Html, list_notes, make_page, number, paragraph, section, table, tiles
 from flopcalc.report.html.pictures import Bar, Spot, draw_bars, draw_points
-from flopcalc.report.html.prediction import draw_bytes
+from flopcalc.report.html.prediction import draw_bytes, list_energy
 from flopcalc.report.html.values import show_bytes, show_exact, show_percent, show_seconds
 
 Json = Mapping[str, Any]
@@ -54,8 +54,7 @@ def _list_figures(best: Json) -> list[tuple[str, object, object]]:
     ]
     if best["usd"] is not None:
         figures.append(("USD", _show_amount(best["usd"]["mid"]), join_range(best["usd"], format_amount)))
-    if best["energy_kwh"] is not None:
-        figures.append(("kWh", _show_amount(best["energy_kwh"]), "at full power of the GPUs"))
+    figures += list_energy(best["energy"], "for the run")
     figures.append(("tokens per second", number(best["tokens_per_s"], f"{best['tokens_per_s']:,.0f}"), "of all GPUs"))
     return figures
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from flopcalc.base.units import format_bytes, format_flops, format_seconds
+from flopcalc.base.units import format_bytes, format_energy, format_flops, format_mass, format_seconds
 from flopcalc.report.html.page import (
     Html,
     beside,
@@ -43,6 +43,7 @@ def make_prediction_page(result: Json) -> str:
     if memory is not None:
         fits = {True: "fits", False: "does not fit", None: "whether it fits is not known"}[memory["fits"]]
         figures.append(("memory", show_bytes(memory["peak"]), fits))
+    figures += list_energy(result["energy"], "per step")
     parts = [
         tiles(figures),
         *([paragraph("What helps most: ", result["advice"])] if result["advice"] else []),
@@ -53,6 +54,27 @@ def make_prediction_page(result: Json) -> str:
         *list_notes([*result["notes"], *(f"memory: {note}" for note in (memory or {}).get("notes", ()))]),
     ]
     return make_page(title, subtitle, parts)
+
+
+def list_energy(energy: Json | None, span: str) -> list[tuple[str, object, object]]:
+    """Tiles of watts, watt-hours and CO2; none where the GPU's power limit is not known."""
+    if energy is None:
+        return []
+
+    def show(label: str, name: str, format_: Callable[[float], str], note: str) -> tuple[str, object, object]:
+        values = energy[name]
+        text = f"{note}, {format_(values['low'])} to {format_(values['high'])}"
+        return label, number(values["mid"], format_(values["mid"])), text
+
+    figures = [
+        show("power", "power_w", lambda watts: f"{watts:,.0f} W", "of a GPU"),
+        show("energy", "wh", format_energy, span),
+    ]
+    if energy["wh_per_million_tokens"] is not None:
+        figures.append(show("energy", "wh_per_million_tokens", format_energy, "per million tokens"))
+    if energy["co2_g"] is not None:
+        figures.append(show("CO2", "co2_g", format_mass, span))
+    return figures
 
 
 def _draw_time(result: Json) -> list[Html]:

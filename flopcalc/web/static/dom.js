@@ -15,6 +15,8 @@ function fill(element, attributes, children) {
 export const h = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
 export const s = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
+export const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
+
 export function table(caption, headers, rows, { className = "", numeric = 1 } = {}) {
   const cell = (value, column) => {
     const isNumber = column >= numeric;

@@ -50,5 +50,11 @@ export function amount(value) {
   return value >= 1 ? value.toFixed(1) : Number(value.toPrecision(2)).toString();
 }
 
+// 0.0123 Wh -> 12.3 mWh, 1234 Wh -> 1.2 kWh.
+export function metric(value, unit) {
+  const [size, prefix] = [[1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]].find(([each]) => value >= each) ?? [1e-3, "m"];
+  return `${amount(value / size)} ${prefix}${unit}`;
+}
+
 // Numbers of an axis: no digits that say nothing.
 export const tick = (text) => text.replace(/\.(\d*?)0*(?= |$)/, (_, rest) => (rest ? `.${rest}` : ""));

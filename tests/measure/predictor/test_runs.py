@@ -26,6 +26,10 @@ from flopcalc.measure.predictor.single_calls import list_rows
 from flopcalc.prediction.kernels.constants import SCHEMA, Constants, load_predictor, load_shipped
 
 RESULTS = ROOT / "benchmarks" / "results"
+POWER = [
+    "power/rest", "power/product/128x128x128", "power/product/8x128x128", "power/product/1x256x128",
+    "power/copy/33554432", "power/copy/1048576", "power/attention/1x1x2x1x64x64", "power/attention/1x1x2x1x1x64",
+]  # fmt: skip
 
 
 @pytest.mark.heavy
@@ -34,14 +38,17 @@ def test_cases_run_and_are_profiled() -> None:
     assert {job.id: list(job.rows) for job in jobs} == {
         "runs": ["llama/train/2x48", "llama/decode/1x2/@16",
                  "calls/attention/16", "calls/attention/24-16", "calls/experts", "calls/across", "calls/memory",
-                 "calls/adapters", "calls/products"],
+                 "calls/adapters", "calls/products", *POWER],
         "hosts": ["host/llama/train/1x16", "host/llama/prefill/1x16", "host/units"],
     }  # fmt: skip
     found = []
     for job in jobs:
         measure = runs.start(job.args)
         found.append([measure(row) for row in job.rows.values()])
-    (*steps, heads, others, experts, across, memory, adapters, layers), (*small, units) = found
+    runs_found, (*small, units) = found
+    (*steps, heads, others, experts, across, memory, adapters, layers), drawn = runs_found[:-8], runs_found[-8:]
+    assert [record["power_w"] for record in drawn] == [None] * 8  # a CPU has no counter
+    assert [record["flops"] for record in drawn] == [0, 2**22, 2**18, 2**16, 0, 0, 2**15, 2**9]
     assert [record["is_host"] for record in (*steps, *small)] == [False, False, True, True]
     for record in (*steps, *small):
         assert record["seconds"] > 0
@@ -215,7 +222,9 @@ def test_every_case_has_its_own_name(suite: str) -> None:
     cases, others = ({json.dumps(case) for case in found} for found in (runs.list_cases(suite), small))
     calls = [name for name, row in job.rows.items() if row.get("is_call")]
     assert calls == list(list_rows(suite))
-    assert len(job.rows) == len(cases) + len(calls)
+    drawn = [name for name, row in job.rows.items() if "power" in row]
+    assert len(drawn) == 10
+    assert len(job.rows) == len(cases) + len(calls) + len(drawn)
     again = [name for name in hosts.rows if name.endswith("/again")]
     units = [name for name in hosts.rows if name == "host/units"]
     assert len(hosts.rows) == len(others) + len(again) + len(units)
@@ -234,9 +243,9 @@ def test_quick_measures_a_part_of_full() -> None:
     quick, full = runs.plan("quick"), runs.plan("full")
     for few, many in zip(quick, full, strict=True):
         assert few.rows.items() <= many.rows.items()
-    assert [len(job.rows) for job in quick] == [86, 38]
+    assert [len(job.rows) for job in quick] == [96, 38]
     assert not any(is_narrow(row.get("model", "")) for row in quick[1].rows.values())
-    assert sum(job.expected_s for job in quick) < 450 < sum(job.expected_s for job in full)
+    assert sum(job.expected_s for job in quick) < 490 < sum(job.expected_s for job in full)
 
 
 def test_profiles_and_the_hosts_own_time_are_jobs_apart() -> None:

@@ -64,6 +64,11 @@ MIN_RATE = 0.1  # share of the peak below which a step says nothing about the cl
 MIN_SLOWDOWN_STEPS = 8
 SLOWDOWN_STARTS = tuple(percent / 100 for percent in range(10, 70))  # shares of the peak that are tried
 
+# --- Watts ------------------------------------------------------------------------------------------------------------
+START_WATTS = (0.1, 1.5, 0.9)  # in shares of the limit: while kernels run, at the peak, at the bandwidth
+WATTS_ROUNDED_ERROR = 0.05  # joules of 0.7 s repeat within about this
+MIN_WATTS_ROWS = 12  # three coefficients need at least this many steps and calls
+
 # --- Host -------------------------------------------------------------------------------------------------------------
 HOST_PHASES: tuple[HostPhase, ...] = ("train", "forward", "decode")
 # Host time of operators that cannot be called alone, in additions: a module's own Python, autograd's nodes,

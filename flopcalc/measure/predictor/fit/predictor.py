@@ -12,7 +12,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.hardware.devices import find_device
 from flopcalc.hardware.tiles import find_tiles
 from flopcalc.measure.predictor.fit.attention import fit_attention
-from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
+from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, make_machine, model_cases
 from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
 from flopcalc.measure.predictor.fit.clock import (
     fit_compiled,
@@ -33,6 +33,7 @@ from flopcalc.measure.predictor.fit.host import (
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_adapters, fit_grouped, fit_patches, fit_products
+from flopcalc.measure.predictor.fit.watts import fit_watts
 from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.prediction.kernels.attention import IN_WAVES
 from flopcalc.prediction.kernels.constants import (
@@ -102,7 +103,8 @@ def fit_predictor(
         constants = _fit_host_part(constants, records, configs, modelled)
     constants["gaps"], constants["power"] = fit_gaps_and_power(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
-    return constants
+    watts = fit_watts(modelled, records, make_machine(constants), provenance)
+    return constants if watts is None else {**constants, "watts": watts}
 
 
 def fit_again(

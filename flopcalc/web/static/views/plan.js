@@ -3,6 +3,7 @@ import { drawScatter, findRange, legend } from "../charts.js";
 import { h, table } from "../dom.js";
 import { t, word } from "../i18n.js";
 import { amount, bytes, exact, percent, seconds, tick } from "../numbers.js";
+import { listEnergy } from "./energy.js";
 
 export const channel = "plan";
 export const needs = () => ["device", "gpus", "tokens"];
@@ -21,6 +22,7 @@ export function render(answers, { width, notes }) {
       h("p", { class: "answer" }, h("strong", { class: "figure" }, best.name), h("span", { class: "minor" }, ` = ${describeLayout(best.layout)}`)),
       h("p", {},
         t("plan.best", { time: seconds(best.step_time_s.mid), low: seconds(best.step_time_s.low), high: seconds(best.step_time_s.high), mfu: percent(best.mfu), days: amount(best.days.mid), hours: amount(best.gpu_hours.mid) })),
+      best.energy && h("dl", { class: "facts" }, listEnergy(best.energy, "run")),
       drawScatter({ width, height: Math.max(300, Math.min(460, width * 0.58)), x, y, label: t("plan.picture", { count: points.length }),
         points: [...points.filter((point) => !point.is_front).map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 2.5, className: "faint", text: text(point) })),
           ...front.map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 5, className: "c3", text: text(point) }))],

@@ -1,6 +1,6 @@
 // A model behind a serving engine: what fits, latency, tokens per second and money; then the same under other loads.
 import { drawScatter, legend } from "../charts.js";
-import { h, table } from "../dom.js";
+import { fact, h, table } from "../dom.js";
 import { t } from "../i18n.js";
 import { exact, seconds, short, tick } from "../numbers.js";
 
@@ -41,5 +41,3 @@ function showLoads(rows, width) {
       rows.map((row) => [exact(row.concurrency), row.ttft_s ? seconds(row.ttft_s.mid) : "–", row.tpot_s ? seconds(row.tpot_s.mid) : "–", exact(Math.round(row.tokens_per_s.mid))])),
   ];
 }
-
-const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));

@@ -1,8 +1,9 @@
 // Where the time of a step goes, with its interval.
 import { colourOf, drawBars, legend } from "../charts.js";
-import { h, table } from "../dom.js";
+import { fact, h, table } from "../dom.js";
 import { t } from "../i18n.js";
 import { amount, percent, seconds, tick } from "../numbers.js";
+import { listEnergy } from "./energy.js";
 
 export const channel = "time";
 export const needs = () => ["device"];
@@ -24,7 +25,8 @@ export function render(answers, { width, notes }) {
       h("p", { class: "answer" }, h("strong", { class: "figure" }, seconds(mid)), ` ${t("time.interval", { low: seconds(low), high: seconds(high) })}`),
       h("dl", { class: "facts" },
         fact(t("time.bound"), t(`bound.${prediction.bound}`)), fact("MFU", percent(prediction.mfu)), fact("HFU", percent(prediction.hfu)),
-        fact(t("time.tokens"), amount(prediction.tokens_per_s)), fact(t("field.execution"), prediction.execution), fact(t("field.compute"), prediction.dtype)),
+        fact(t("time.tokens"), amount(prediction.tokens_per_s)), fact(t("field.execution"), prediction.execution), fact(t("field.compute"), prediction.dtype),
+        listEnergy(prediction.energy, "step")),
       drawBars({ width, most, format: (value) => (value ? tick(seconds(value)) : "0"), label: t("time.picture", { time: seconds(mid), low: seconds(low), high: seconds(high) }),
         rows: [{ name: `${prediction.model}, ${prediction.workload}`, parts, interval: [low, high], intervalText: t("time.interval", { low: seconds(low), high: seconds(high) }) }] }),
       legend(parts.map((part) => ({ name: part.name, colour: colourOf(part.colour), value: seconds(part.value) }))),
@@ -37,5 +39,3 @@ export function render(answers, { width, notes }) {
     ];
   });
 }
-
-const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
