@@ -38,10 +38,11 @@ class Engine(NamedTuple):
     flags: Mapping[str, str]
     cache_of: Mapping[str, str]  # format of weights -> format of the cache that checkpoints of it ask for
     interval: int = 1
+    wait: int = 0
 
     def make_policy(self, cache_tokens: float) -> Policy:
         return Policy(self.max_batched_tokens, self.max_seqs, cache_tokens, self.mixes, self.chunks, self.reserves,
-                      self.interval)  # fmt: skip
+                      self.interval, self.wait)  # fmt: skip
 
 
 @cache
@@ -59,8 +60,8 @@ def split_version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found[1].split(".")) if found else (1 << 30,)
 
 
-def find_engine(text: str, device: Device, ranks: int = 1) -> Engine:
-    """vllm, or vllm@0.15.1, with the defaults of that release on a device."""
+def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None = None, dp: int = 1) -> Engine:
+    """vllm, or vllm@0.15.1, with the defaults of that release on a device, and what a benchmark's scripts set."""
     name, _, version = text.partition("@")
     name = check_word(name, list_engines(), "engine", WorkloadError, suggests=True)
     table = _load(name)
@@ -85,6 +86,7 @@ def find_engine(text: str, device: Device, ranks: int = 1) -> Engine:
             name, table["name"], version, table["mixes"], table["chunks"], table["reserves"], table["profiles"],
             table["budget"], table["overhead_gib"], table["rank_gib"], release["graph_gib"], table["block_size"],
             limits["max_batched_tokens"], limits["max_seqs"], fraction, table["flags"], table.get("cache_of", {}),
+            wait=table.get("benchmark", {}).get(benchmark, {}).get("dp_wait", 0) if dp > 1 else 0,
         )  # fmt: skip
     except (KeyError, IndexError, TypeError) as error:
         raise SpecError(f"model_specs/engines/{name}.toml: {error} is wrong or missing") from None

@@ -60,8 +60,7 @@ def find_weights(model: str, engine: str, version: str, device_id: str) -> Weigh
     fit = load_fit()
     family, generation = find_family(engine, version), find_generation(device_id)
     logs = [math.log(value) for value in fit["prior"]]
-    parts = ("", family, generation, f"{family} {generation}")
-    for part in parts:
+    for part in ("", family, generation):
         logs = [log + step for log, step in zip(logs, fit["effects"].get(part, [0.0] * len(logs)), strict=True)]
     evidence: Evidence = "data sheet"
     if f"{model} · {device_id} · {engine}" in fit["pairings"]:

@@ -20,6 +20,7 @@ class Policy(NamedTuple):
     chunks: bool = True  # a prompt may be spread over several steps
     reserves: bool = False  # a request is let in only if the cache holds all that it may come to
     interval: int = 1  # steps between two looks for new requests
+    wait: int = 0  # steps for which a prompt waits for others while decodes run
 
 
 class Request(NamedTuple):
@@ -61,14 +62,25 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
     reserved = 0.0
     partial: tuple[int, int] | None = None  # the prompt that is under way, and its tokens that are done
     is_open = bool(requests) and requests[0].arrival_s is not None
-    following = 0
+    following = since = 0
+    late: list[tuple[int, Any]] = []
+
+    def bring(number: int) -> None:
+        """Requests that come at one time: the first makes the next step, the others are read during it."""
+        nonlocal following, late
+        came = range(following, min(following + number, len(requests)))
+        for each in came:
+            arrived[each] = clock
+        waiting.extend(late)
+        waiting.extend((each, clock) for each in came[:1])
+        late = [(each, clock) for each in came[1:]]
+        following += len(came)
 
     if not is_open:
-        while following < min(slots, len(requests)):
-            arrived[following] = clock
-            waiting.append((following, clock))
-            following += 1
+        bring(slots)
     while True:
+        if late and not (waiting or partial or decodes):
+            bring(0)
         if is_open:
             while following < len(requests) and (requests[following].arrival_s or 0.0) <= clock:
                 arrived[following] = requests[following].arrival_s
@@ -76,7 +88,10 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
                 following += 1
         chunks: list[tuple[int, int]] = []
         ready: list[int] = []
-        if (waiting or partial) and (policy.interval == 1 or not decodes or count % policy.interval == 0):
+        if not waiting:
+            since = count
+        is_due = policy.interval == 1 or count % policy.interval == 0
+        if (waiting or partial) and (not decodes or (is_due and (partial or count - since >= policy.wait))):
             room = policy.max_tokens - (decodes if policy.mixes else 0)
             partial = _fill(policy, requests, waiting, partial, room, decodes,
                             reserved if policy.reserves else keys, chunks, ready)  # fmt: skip
@@ -94,6 +109,10 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
             ahead = due[0][0] - count
             if waiting and policy.interval > 1:
                 ahead = min(ahead, policy.interval - count % policy.interval)
+            if waiting and policy.wait:
+                ahead = max(1, min(ahead, since + policy.wait - count))
+            if late:
+                ahead = 1
             if is_open and following < len(requests):
                 single = costs.decode(decodes, float(keys), 1)
                 gap = (requests[following].arrival_s or 0.0) - clock
@@ -127,11 +146,7 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
             keys, decodes, ended = keys - request.input - request.output, decodes - 1, ended + 1
             reserved -= request.input + request.output
         if not is_open:
-            for _ in range(ended):
-                if following < len(requests):
-                    arrived[following] = clock
-                    waiting.append((following, clock))
-                    following += 1
+            bring(ended)
     served = [Served(first[i] - arrived[i], last[i] - arrived[i]) for i in range(len(requests))]
     return Run(served, steps, clock, gaps)
 

@@ -20,7 +20,7 @@ from flopcalc.server.kv import to_dict as show_cache
 from flopcalc.server.power import MeanStep, find_server_watts
 from flopcalc.server.schedule import Request, Run, simulate
 from flopcalc.server.served import ServedModel, read_model
-from flopcalc.server.step import CLASSES, Deployment, StepCosts, StepModel, find_rates
+from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel
 from flopcalc.setup.counting import bind_setup
 from flopcalc.setup.setup import Setup
 
@@ -30,10 +30,10 @@ _WAVES = 10  # and sends ten requests a slot
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs of the layouts that are looked at for the smallest that fits
 _SHOWN = ("p50", "p90", "p95", "p99")
 _OPEN_REQUESTS = 600  # of a simulation with arrivals; the first fifth is left out
-HOST = ("step", "kernels", "casts", "eager", "expert_layers", "sequences", "prompts")
+HOST = ("step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors")
 # What a reader calls a class of work.
-_NAMES = {"dense": "products", "experts": "experts", "packed": "experts", "kv": "KV cache", "sums": "collectives",
-          "attention": "prompt attention", "sum_calls": "collectives", "tokens": "norms and casts"}  # fmt: skip
+_NAMES = {"dense": "weights", "math": "products", "experts": "experts", "kv": "KV cache", "sums": "collectives",
+          "attention": "prompt attention", "tokens": "norms and casts"}  # fmt: skip
 
 
 class Estimated(NamedTuple):
@@ -117,7 +117,7 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     model = read_model(bind_setup(setup.replace(formats=formats), "model", notes))
     traffic = _read_traffic(setup, model)
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
-    engine = _set_limits(find_engine(_name_engine(setup), device, layout.tp * layout.pp), setup, flags)
+    engine = _set_limits(find_engine(_name_engine(setup), device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags)
     room = find_room(model, layout, device, engine, traffic.tokens)
     longest, smallest = find_longest(model, layout, room), _find_smallest(model, device, engine, traffic.tokens)
     answer = ServingAnswer(
@@ -127,7 +127,7 @@ def serve_setup(setup: Setup) -> ServingAnswer:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
     weights = find_weights(model.name, engine.id, engine.version, device.id)
-    step = StepModel(model, layout, find_rates(device, layout.gpus))
+    step = StepModel(model, layout, Rates(device, layout.gpus, engine.id))
     return _time(answer._replace(evidence=weights.evidence), setup, step, weights, notes)
 
 

@@ -20,6 +20,7 @@ _EXPERTS_ONLY = ("mxfp4", "int4")
 _MLP_ONLY = ("nvfp4",)
 _STATE_BYTES = 4  # recurrent states are kept in float32
 _CONV_BYTES = 2
+_SCAN_KERNELS = 4  # gates, decays, the scan and its norm beside what the spec lists
 
 
 class ServedWeight(NamedTuple):
@@ -154,6 +155,7 @@ def _count_kernels(ops: list[Op]) -> int:
         len(joined)
         + sum(op.kind in ("norm", "conv", "attend") for op in ops)
         + (any(op.kind == "product" for op in ops))
+        + _SCAN_KERNELS * any(op.state for op in ops)
     )
 
 

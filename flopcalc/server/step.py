@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from flopcalc.base.errors import DeviceError
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import DeviceError, SpecError
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.hardware.devices import Device, find_format_peak
-from flopcalc.hardware.systems import System, load_system
-from flopcalc.planning.network import Interconnect, find_interconnect
+from flopcalc.hardware.systems import load_system
+from flopcalc.planning.network import find_interconnect, time_collective
 from flopcalc.server.served import CachedLayers, ServedModel, ServedWeight
 
-# Classes of work, which a fit weighs by engine. Seconds at the rates of the device's kernels: dense, experts, packed
-# (experts whose weights are unpacked first), kv, attention, sums (bytes of collectives), tokens (norms, activation
-# functions). Numbers: all others.
+# Classes of work, which a fit weighs by engine. Seconds at the rates of the device's kernels: floors (the shortest time of
+# each product and attention call), expert_floors, dense and experts (their bytes), math (what computing
+# adds to both), kv, attention, sums (collectives), tokens (norms,
+# activation functions). Numbers: all others.
 CLASSES = (
-    "step", "kernels", "casts", "eager", "expert_layers", "sequences", "sum_calls", "dense", "experts",
-    "packed", "kv", "attention", "sums", "tokens", "prompts",
+    "step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors", "dense", "experts",
+    "math", "kv", "attention", "sums", "tokens",
 )  # fmt: skip
-_SHARE = 0.72  # of its peak that a product keeps up on devices without measured kernels
-_ATTENTION_SHARE = 0.5
-_READ_SHARE = 0.8  # of the bandwidth that reading keys keeps up there
-_POWER = 3  # how compute and memory join: (a³ + b³)^(1/3), a third more than the larger where both are equal
+_ATTENTION_SHARE = 0.5  # of its peak that attention keeps up on devices without measured kernels
+_POWER = 3  # how compute and memory join: (a³ + b³)^(1/3), a quarter more than the larger where both are equal
 _TOKEN_BYTES = 24.0  # that norms, residuals and activation functions move for each number of the residual stream
-_ROUTED_BYTES = 8.0  # that handing a token to one expert and back moves for each number
-_TILE = 16  # rows of an expert's smallest tile
+ROUTED_MOVES = 8  # times that a row of the residual stream is read or written on its way to an expert and back
+TILE = 16  # rows that an expert's last tile wastes in the mean
 GRID_STEPS = 3  # points of the grid per doubling of the tokens
+_KIN = ("b200-sxm", "h100-sxm", "a100-sxm-80gb")  # whose kernels a device without tables has: with fp4, fp8, neither
 
 
 class Deployment(NamedTuple):
@@ -74,21 +77,72 @@ def cut_cache(layers: CachedLayers, tp: int) -> float:
 _find_peak = cache(find_format_peak)  # asked for at every point of a grid
 
 
-class Rates(NamedTuple):
-    """What a device's kernels keep up."""
+class Kernel(NamedTuple):
+    """What a kind of kernel keeps up: FLOP/s, bytes/s, and its shortest time."""
 
-    device: Device
+    flops: float
     bandwidth: float
-    read: float  # bytes per second of cached keys
-    system: System | None
-    net: Interconnect | None
+    floor: float
 
-    def find_flops(self, compute: str) -> float:
-        """FLOP/s of large products in a format; what the device lacks runs in bf16."""
-        peak, own = _find_peak(self.device.id, compute or "bf16")
-        if self.system is not None and own in self.system["products"]:
-            return self.system["products"][own]["shape"][0]
-        return _SHARE * peak
+    def time(self, flops: float, moved: float) -> tuple[float, float]:
+        """Seconds beyond the floor: of moving bytes, and what computing adds to it."""
+        memory = moved / self.bandwidth
+        return memory, float(((flops / self.flops) ** _POWER + memory**_POWER) ** (1 / _POWER)) - memory
+
+
+@cache
+def load_kernels() -> dict[str, Any]:
+    """What engines' kernels reach, by device; benchmarks/serving_kernels.py makes the file."""
+    path = os.path.join(find_data_dir(), "serving_kernels.json")
+    data = read_json(path, MAX_JSON_BYTES, SpecError)
+    if not isinstance(data, dict) or data.get("schema") != 1:
+        raise SpecError(f"{path}: is not of this version: benchmarks/serving_kernels.py makes it")
+    found: dict[str, Any] = data["devices"]
+    return found
+
+
+class Rates:
+    """What a device's kernels keep up under an engine."""
+
+    def __init__(self, device: Device, gpus: int, engine: str = "vllm") -> None:
+        if device.bandwidth_gb_per_s is None:
+            raise DeviceError(
+                f"{device.name} has no known memory bandwidth: add bandwidth_gb_per_s in your devices.toml"
+            )
+        self.device, self.bandwidth = device, device.bandwidth_gb_per_s * 1e9
+        self.system = load_system(device.id)
+        kin = _KIN[0 if "nvfp4" in device.peak_tflops else 1 if "fp8" in device.peak_tflops else 2]
+        tables = load_kernels()
+        self.tables = tables.get(device.id) or tables.get(str((self.system or {}).get("same_die_as"))) or tables[kin]
+        experts = self.tables["experts"]
+        others: dict[str, Any] = next(iter(experts.values()), {})
+        own = "trtllm" if engine == "trtllm" else "vllm"
+        self.experts = {**others, **experts.get("vllm", {}), **experts.get(own, {})}
+        self.net = find_interconnect(None, device.id) if gpus > 1 else None
+
+    def _make(self, shares: Sequence[float], compute: str) -> Kernel:
+        compute_share, memory_share, floor = shares
+        return Kernel(_find_peak(self.device.id, compute)[0] * compute_share, self.bandwidth * memory_share, floor)
+
+    def find_product(self, weight: ServedWeight) -> Kernel:
+        """The kernel of a linear layer; a format without a table has the nearest one that is computed alike."""
+        name = _name_format(weight)
+        table = self.tables["products"]
+        found = table.get(name) or table.get("fp8" if weight.compute else "bf16") or table["bf16"]
+        return self._make(found, weight.compute or "bf16")
+
+    def find_experts(self, weight: ServedWeight) -> Kernel:
+        """The kernel of a set of experts; Blackwell multiplies mxfp4 weights by fp8."""
+        name, compute = _name_format(weight), weight.compute or "bf16"
+        if name == "mxfp4" and "mxfp4-fp8" in self.experts:
+            name, compute = "mxfp4-fp8", "fp8"
+        found = self.experts.get(name) or self.experts.get("fp8-block" if weight.compute else "bf16")
+        return self._make(found or self.tables["products"]["bf16"], compute)
+
+    def find_keys(self, kind: str, cache_bytes: float) -> Kernel:
+        """The kernel of attention over cached tokens, one new token a sequence."""
+        table = self.tables["latent" if kind == "latent" else "keys"] or self.tables["keys"]
+        return self._make(table.get("fp8" if cache_bytes < 2 else "bf16") or table["bf16"], "bf16")
 
     def find_attention(self, dim: float) -> float:
         if self.system is not None and self.system["attention_flops_per_s"]:
@@ -96,19 +150,18 @@ class Rates(NamedTuple):
             return rates[min(rates, key=lambda known: abs(int(known) - dim))]
         return _ATTENTION_SHARE * _find_peak(self.device.id, "bf16")[0]
 
+    def time_sum(self, size: float, ranks: int) -> float:
+        """Seconds of an all-reduce of so many bytes: the engines' own kernels inside a node, the network beyond."""
+        points = self.tables["sums"].get(str(ranks))
+        if points is None or size > points[-1][0]:
+            return max(time_collective(self.net, "all_reduce", size, ranks), 5e-6) if self.net is not None else 0.0
+        at = min(max(1, bisect_left(points, [size])), len(points) - 1)
+        (low, one), (high, other) = points[at - 1], points[at]
+        return one + (other - one) * max(0.0, (size - low) / (high - low))
 
-def find_rates(device: Device, gpus: int) -> Rates:
-    """The rates of a device among so many."""
-    if device.bandwidth_gb_per_s is None:
-        raise DeviceError(f"{device.name} has no known memory bandwidth: add bandwidth_gb_per_s in your devices.toml")
-    system = load_system(device.id)
-    bandwidth = device.bandwidth_gb_per_s * 1e9
-    read = system["decode_bytes_per_s"] if system is not None else _READ_SHARE * bandwidth
-    return Rates(device, bandwidth, read, system, find_interconnect(None, device.id) if gpus > 1 else None)
 
-
-def _join(compute: float, memory: float) -> float:
-    return float((compute**_POWER + memory**_POWER) ** (1 / _POWER))
+def _name_format(weight: ServedWeight) -> str:
+    return "fp8" if weight.name == "mxfp8" else weight.name
 
 
 def count_distinct(experts: int, active: int, tokens: float) -> float:
@@ -121,46 +174,44 @@ class StepModel:
 
     def __init__(self, model: ServedModel, layout: Deployment, rates: Rates) -> None:
         self.model, self.layout, self.rates = model, layout, rates
-        self.calls = model.sums if layout.tp > 1 else 0.0
-        if layout.dp > 1:
-            self.calls += 2.0 * model.expert_layers
+        # Engines join products of one input, and measured kernels of experts hold both of their products.
+        dense = {(each.part, each.k, each.name): each for each in model.weights if each.experts == 1}
+        # Narrow formats were timed with their casts: bf16 shows the product alone.
+        self.floors = rates.tables["products"]["bf16"][2] * sum(each.layers for each in dense.values())
+        self.floors += math.fsum(
+            each.layers * rates.find_keys(each.kind, model.cache_bytes).floor for each in model.cached
+        )
+        self.expert_floors = math.fsum(
+            each.layers * rates.find_experts(each).floor
+            for each in model.weights
+            if each.experts > 1 and each.n == model.hidden
+        )
 
     def count_tokens(self, tokens: float) -> list[float]:
         """What grows with the tokens of a rank's step, and what every step has."""
         model, layout, rates = self.model, self.layout, self.rates
         found = dict.fromkeys(CLASSES, 0.0)
-        found.update(step=1.0, kernels=model.kernels, casts=model.casts, sum_calls=self.calls)
-        found["expert_layers"] = model.expert_layers
+        found.update(step=1.0, kernels=model.kernels, casts=model.casts, floors=self.floors, expert_floors=self.expert_floors)
         for weight in model.weights:
-            if weight.experts > 1:
-                is_packed = weight.bytes < 2 and not self._find_compute(weight)
-                found["packed" if is_packed else "experts"] += weight.layers * self._time_experts(weight, tokens)
-            else:
-                found["dense"] += weight.layers * self._time_dense(weight, tokens)
+            is_expert = weight.experts > 1
+            reads, math_s = self._time_experts(weight, tokens) if is_expert else self._time_dense(weight, tokens)
+            found["experts" if is_expert else "dense"] += weight.layers * reads
+            found["math"] += weight.layers * math_s
         size = 2.0 * tokens * model.hidden
-        if rates.net is not None:
-            rate = rates.net.inside[-1][1]
-            if layout.tp > 1:
-                found["sums"] += model.sums * size * 2 * (layout.tp - 1) / layout.tp / rate
-            if layout.dp > 1:  # gathered before the experts, summed up and dealt out behind them
-                ranks = layout.tp * layout.dp
-                found["sums"] += model.expert_layers * 2 * size * layout.dp * (ranks - 1) / ranks / rate
-        moved = model.hidden * (model.layers * _TOKEN_BYTES + model.routed * _ROUTED_BYTES)
-        found["tokens"] = tokens * moved / rates.bandwidth
+        if layout.tp > 1:
+            found["sums"] += model.sums * rates.time_sum(size, layout.tp)
+        if layout.dp > 1:  # gathered before the experts, summed up and dealt out behind them
+            found["sums"] += model.expert_layers * rates.time_sum(size * layout.dp, layout.tp * layout.dp)
+        found["tokens"] = tokens * model.hidden * model.layers * _TOKEN_BYTES / rates.bandwidth
         return [found[name] for name in CLASSES]
 
-    def _find_compute(self, weight: ServedWeight) -> str:
-        """What a product is computed in; a device with fp4 multiplies mxfp4 weights by fp8."""
-        if weight.compute or weight.bytes >= 1 or weight.name != "mxfp4":
-            return weight.compute
-        return "fp8" if _find_peak(self.rates.device.id, "mxfp4")[1] == "mxfp4" else ""
-
-    def _time_dense(self, weight: ServedWeight, tokens: float) -> float:
+    def _time_dense(self, weight: ServedWeight, tokens: float) -> tuple[float, float]:
         n, k = cut_weight(weight, self.layout)
-        moved = n * k * weight.bytes + 2.0 * tokens * (n + k)
-        return _join(2.0 * tokens * n * k / self.rates.find_flops(weight.compute), moved / self.rates.bandwidth)
+        return self.rates.find_product(weight).time(
+            2.0 * tokens * n * k, n * k * weight.bytes + 2.0 * tokens * (n + k)
+        )
 
-    def _time_experts(self, weight: ServedWeight, tokens: float) -> float:
+    def _time_experts(self, weight: ServedWeight, tokens: float) -> tuple[float, float]:
         n, k = cut_weight(weight, self.layout)
         total = tokens * self.layout.dp
         ep, own = self.layout.ep, weight.experts / self.layout.ep
@@ -170,18 +221,15 @@ class StepModel:
         above = math.sqrt(2 * math.log(ep))
         reached = min(own, reached + above * math.sqrt(reached * max(0.0, 1 - reached / own)))
         rows = min(rows * ep, rows + above * math.sqrt(rows))
-        padded = max(rows, reached * min(_TILE, rows))
-        moved = reached * n * k * weight.bytes + 2.0 * rows * (n + k)
-        return _join(
-            2.0 * padded * n * k / self.rates.find_flops(self._find_compute(weight)), moved / self.rates.bandwidth
-        )
+        moved = reached * n * k * weight.bytes + 2.0 * rows * (n + k + (ROUTED_MOVES - 2) / 2 * self.model.hidden)
+        return self.rates.find_experts(weight).time(2.0 * (rows + TILE * reached) * n * k, moved)
 
     def count_sequences(self, sequences: float) -> list[float]:
         """What grows with the sequences that get a token: the head, and the host's work."""
         found = dict.fromkeys(CLASSES, 0.0)
         found["sequences"] = sequences
         if self.model.head is not None:
-            found["dense"] = self._time_dense(self.model.head, sequences)
+            found["dense"], found["math"] = self._time_dense(self.model.head, sequences)
         return [found[name] for name in CLASSES]
 
     def time_keys(self) -> tuple[float, float, tuple[tuple[float, int], ...]]:
@@ -192,12 +240,11 @@ class StepModel:
             if layers.kind == "state":  # read and written
                 state += 2.0 * layers.layers * layers.state_bytes / self.layout.tp / self.rates.bandwidth
                 continue
-            size = layers.layers * cut_cache(layers, self.layout.tp) * self.model.cache_bytes
-            seconds = size / self.rates.read
+            moved = layers.layers * cut_cache(layers, self.layout.tp) * self.model.cache_bytes
+            kernel, flops = self.rates.find_keys(layers.kind, self.model.cache_bytes), 0.0
             if layers.kind == "latent":  # every head multiplies the same latents
-                heads = layers.layers * layers.heads / self.layout.tp
-                flops = 2.0 * heads * (2 * layers.width)
-                seconds = _join(seconds, flops / self.rates.find_attention(256))
+                flops = 2.0 * layers.layers * layers.heads / self.layout.tp * (2 * layers.width)
+            seconds = sum(kernel.time(flops, moved))
             if layers.kind == "window":
                 windows.append((seconds, layers.window))
             else:
@@ -238,6 +285,7 @@ class StepCosts:
         self.bounded = [(weigh(_place("attention", seconds)), length) for seconds, length in bounded]
         self.eager = weigh(_place("eager", float(step.model.kernels)))  # steps with prompts are launched call by call
         self.prompt = weigh(_place("prompts", float(step.model.kernels)))  # passes by while others decode
+        self.prompt = self.prompt + weigh(_place("arrivals", 1.0))
         self.zero = self.prompt * 0
 
     def run(self, prompt: Sequence[tuple[int, int]], decodes: int, keys: float) -> Any:
