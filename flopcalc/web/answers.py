@@ -228,7 +228,7 @@ def _answer_time(page: Page) -> Answer:
 
 
 def _answer_memory(page: Page) -> Answer:
-    """What fills the memory of a step, what checkpointing changes, and which devices it fits on; a device is optional."""
+    """What fills the memory of a step, what checkpointing changes, and where it fits; a device is optional."""
     from flopcalc.hardware.devices import load_devices
     from flopcalc.prediction.memory.peak import find_capacity
 
@@ -296,7 +296,7 @@ def _find_memory(page: Page) -> tuple[SetupEstimate, Memory]:
         is_asked = setup.attention_kernel != "auto"
         estimate, kernel, _ = settle_estimate(estimate, picked, execution, is_asked=is_asked)
     optimizer = setup.get("optimizer", "adamw")
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": setup.formats.compute,
         "optimizer": "sgd" if optimizer == "none" else optimizer,
         "attention": kernel,

@@ -126,7 +126,7 @@ def ungroup(config: Json) -> Json:
 def has_groups(config: Json) -> bool:
     """Whether heads share keys, in the language model."""
     own = config.get("text_config", config)
-    return own.get("num_key_value_heads") != own.get("num_attention_heads")
+    return bool(own.get("num_key_value_heads") != own.get("num_attention_heads"))
 
 
 def retype(config: Json, model_type: str) -> Json:
