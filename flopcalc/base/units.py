@@ -11,7 +11,8 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
 
 if TYPE_CHECKING:
-    from fractions import Fraction
+    from decimal import Decimal
+from fractions import Fraction
 
 _PREFIXES = ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 # The largest size a flag or field may hold: far above any real workload, low enough that sums stay printable.
@@ -70,6 +71,27 @@ def format_seconds(value: float) -> str:
 def format_amount(value: float) -> str:
     """12345.6 -> '12,346'; below 100, three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_duration(days: float) -> str:
+    """0.0014 -> '2 min', 1.234 -> '1.2 days': the largest unit of which there is at least one."""
+    for unit, size in (("years", 365.25), ("days", 1.0), ("h", 1 / 24), ("min", 1 / 1440)):
+        if days >= size * (2 if unit == "years" else 1):
+            return f"{_format_short(days / size)} {unit}"
+    return f"{_format_short(86400 * days)} s"
+
+
+def format_money(usd: float) -> str:
+    """0.78 -> '$0.78', 32800 -> '$32.8k', 1.777e8 -> '$178M'."""
+    for prefix, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if usd >= size:
+            return f"${_format_short(usd / size)}{prefix}"
+    return f"${usd:.2f}" if usd >= 0.01 else f"${Decimal(f'{usd:.2g}'):f}"
+
+
+def _format_short(value: float) -> str:
+    """12.34 -> '12.3', 123.4 -> '123', 2.0 -> '2'."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}".removesuffix(".0")
 
 
 def format_energy(wh: float) -> str:

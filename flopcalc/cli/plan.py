@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.base.units import format_tokens
+from flopcalc.base.units import format_duration, format_tokens
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import format_options, write_page
@@ -71,7 +71,7 @@ def _plan(model: str, given: dict[str, Any]) -> tuple[Plan, dict[str, Any] | Non
 
 def _show_list(model: str, given: dict[str, Any], style: str, output: str | None) -> None:
     from flopcalc.cli import lists
-    from flopcalc.report.plan import make_cells, shorten
+    from flopcalc.report.plan import make_cells
 
     rows = lists.expand(given)
     results = [_plan(model, row.options)[0] for row in rows]
@@ -83,7 +83,7 @@ def _show_list(model: str, given: dict[str, Any], style: str, output: str | None
     cells = [make_cells(each) for each in results]
     if style == "html":
         days = [each.best[0].days for each in results]
-        bars = [(value, f"{shorten(value)} days") for value in days]
+        bars = [(value, format_duration(value)) for value in days]
         page = lists.make_page(rows, cells, notes, title=title, label="Days, in the best layout", bars=bars)
         write_page(page, output)
         return

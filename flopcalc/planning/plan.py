@@ -29,6 +29,8 @@ __all__ = ["DEFAULT_SEQ", "Plan", "choose_batch", "plan_setup"]
 DEFAULT_SEQ = 4096
 IMAGES_ALONE = "a plan is counted in tokens, and this sample has images alone"
 DEFAULT_BATCH_TOKENS = 1 << 22
+_LEAST_GPU_TOKENS, _MOST_DEFAULT_TOKENS = 1 << 10, 1 << 24  # Llama 3 405B: 16M tokens on 16,384 GPUs (arXiv 2407.21783)
+_LEAST_STEPS = 500
 MOST_GPUS = 1_000_000
 MOST_IMBALANCE = 1000
 MOST_BATCH_TOKENS = 1 << 28  # beyond it no larger batch is proposed
@@ -67,13 +69,13 @@ def plan_setup(setup: Setup) -> Plan:
     notes += describe_inferred(estimator)
     is_chosen, is_searched = global_batch is None, global_batch == AUTO
     if global_batch is None or is_searched:
-        global_batch = choose_batch(gpus, sample.tokens)
+        global_batch, why = choose_batch(gpus, sample.tokens, int(tokens))
     elif not isinstance(global_batch, int):
         global_batch = find_sequences(global_batch, sample.tokens)
     assert isinstance(global_batch, int)
     if is_chosen:
         size = format_parameters(global_batch * sample.tokens)
-        notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed")
+        notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed: {why}")
     given = {name: setup.get(name) for name in DEGREES}
     given["recompute"] = _read_recompute(setup)
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
@@ -265,13 +267,19 @@ def _cut_sample(workload: Workload, global_batch: Any) -> tuple[Workload, Any]:
     return sample, workload.rows
 
 
-def choose_batch(gpus: int, tokens: int) -> int:
-    """About 4M tokens, in a number of sequences that divides well: a multiple of the devices or of a part of them."""
-    wanted = max(1, DEFAULT_BATCH_TOKENS // tokens)
-    unit = next(gpus // parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= wanted)
-    share = wanted // unit
+def choose_batch(gpus: int, tokens: int, whole: int) -> tuple[int, str]:
+    """The batch of a run of `whole` tokens in sequences that divide well over the devices, and why it is so large."""
+    wanted, why = DEFAULT_BATCH_TOKENS, "about 4M tokens, as most published runs have"
+    if gpus * _LEAST_GPU_TOKENS > wanted:
+        wanted = min(gpus * _LEAST_GPU_TOKENS, _MOST_DEFAULT_TOKENS)
+        why = "as many tokens a GPU, or all in all, as in the run of Llama 3 405B"
+    if whole < wanted * _LEAST_STEPS:
+        wanted, why = whole // _LEAST_STEPS, f"about {_LEAST_STEPS:,} steps"
+    sequences = max(1, wanted // tokens)
+    unit = next(gpus // parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= sequences)
+    share = sequences // unit
     even = 1 << min(5, max(0, share.bit_length() - 3))  # so that micro-batches of powers of two divide it
-    return max(1, round(wanted / (unit * even))) * unit * even
+    return max(1, round(sequences / (unit * even))) * unit * even, why
 
 
 def _listed(value: int | str | Iterable[int | str]) -> Sequence[int | str]:

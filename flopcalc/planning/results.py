@@ -10,7 +10,7 @@ from flopcalc.base.figures import check_ending, open_figure
 from flopcalc.base.files import read_path
 from flopcalc.base.presentation import find_presenter
 from flopcalc.base.rows import FrozenRows, Rows, shorten
-from flopcalc.base.units import format_amount, format_bytes, format_seconds, format_tokens
+from flopcalc.base.units import format_amount, format_bytes, format_duration, format_seconds, format_tokens
 from flopcalc.base.vocabulary import Execution, LayoutRecompute, Optimizer
 from flopcalc.hardware.devices import Device
 from flopcalc.planning.layout import Layout
@@ -121,7 +121,7 @@ class PlannedLayout(NamedTuple):
     def __repr__(self) -> str:
         return (
             f"PlannedLayout({self.layout}: step {format_seconds(self.step.seconds)}, MFU {100 * self.mfu:.1f} %, "
-            f"{format_bytes(self.memory.peak)}, {format_amount(self.days)} days, "
+            f"{format_bytes(self.memory.peak)}, {format_duration(self.days)}, "
             f"{format_amount(self.gpu_hours)} GPU-hours)"
         )
 
@@ -229,7 +229,7 @@ class Plan(NamedTuple):
         return (
             f"{shorten(self.model)} on {self.gpus:,} × {self.device.id} in {self.dtype}: {self.fitting:,} of "
             f"{self.layouts:,} layouts fit, best {best.layout}: step {format_seconds(best.step.seconds)}, "
-            f"MFU {100 * best.mfu:.1f} %, {format_amount(best.days)} days"
+            f"MFU {100 * best.mfu:.1f} %, {format_duration(best.days)}"
         )
 
     def _repr_html_(self) -> str:

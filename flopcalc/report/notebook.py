@@ -8,6 +8,7 @@ from flopcalc.base.rows import Table, show_rows
 from flopcalc.base.units import (
     format_amount,
     format_bytes,
+    format_duration,
     format_flops,
     format_parameters,
     format_seconds,
@@ -119,14 +120,14 @@ def show_prediction(prediction: Prediction) -> str:
 
 def show_plan(plan: Plan) -> str:
     """HTML for a notebook."""
-    headers = ["layout", "step", "MFU", "memory", "days", "GPU-hours"]
+    headers = ["layout", "step", "MFU", "memory", "time", "GPU-hours"]
     cells = [
         [
             row.layout,
             format_seconds(row.step_time_s),
             f"{100 * row.mfu:.1f} %",
             format_bytes(row.memory_bytes),
-            format_amount(row.days),
+            format_duration(row.days),
             format_amount(row.gpu_hours),
         ]
         for row in plan.rows()

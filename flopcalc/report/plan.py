@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 from flopcalc.base.text_table import format_grid, wrap
-from flopcalc.base.units import format_bytes, format_parameters, format_seconds, format_tokens
+from flopcalc.base.units import (
+    format_amount,
+    format_bytes,
+    format_duration,
+    format_energy,
+    format_money,
+    format_parameters,
+    format_seconds,
+    format_tokens,
+)
 from flopcalc.planning.results import Plan
 from flopcalc.report.prediction import format_energy_lines
 
@@ -23,7 +30,7 @@ def format_plan(plan: Plan) -> str:
         *wrap(f"{format_tokens(plan.tokens)}, {step}, {plan.dtype}, execution {plan.execution}", rest="  "),
         "",
     ]
-    headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "days", "GPU-hours", "MWh", "k USD"]
+    headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "time", "GPU-hours", "energy", "cost"]
     rows = []
     for entry in plan.best:
         times = entry.step
@@ -35,10 +42,10 @@ def format_plan(plan: Plan) -> str:
                 f"{100 * entry.mfu:.1f} %",
                 f"{100 * entry.hfu:.1f} %",
                 format_bytes(entry.memory.peak),
-                shorten(entry.days),
-                shorten(entry.gpu_hours),
-                "-" if entry.kwh is None else shorten(entry.kwh / 1000),
-                "-" if entry.usd is None else shorten(entry.usd / 1000),
+                format_duration(entry.days),
+                format_amount(entry.gpu_hours),
+                "-" if entry.kwh is None else format_energy(1000 * entry.kwh),
+                "-" if entry.usd is None else format_money(entry.usd),
             ]
         )
     lines += [format_grid(headers, rows, keys=1), ""]
@@ -68,17 +75,10 @@ def make_cells(plan: Plan) -> dict[str, str | None]:
         "best layout": str(best.layout),
         "step": format_seconds(best.step.seconds),
         "MFU": f"{100 * best.mfu:.1f} %",
-        "days": shorten(best.days),
-        "GPU-hours": shorten(best.gpu_hours),
-        "k USD": None if best.usd is None else shorten(best.usd / 1000),
+        "time": format_duration(best.days),
+        "GPU-hours": format_amount(best.gpu_hours),
+        "cost": None if best.usd is None else format_money(best.usd),
     }
-
-
-def shorten(value: float) -> str:
-    """A number with one digit after the point while there are few before it; small ones with two significant digits."""
-    if value >= 1:
-        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-    return f"{Decimal(f'{value:.2g}'):f}"  # never 1.2e-05
 
 
 def _wrap(label: str, text: str) -> list[str]:

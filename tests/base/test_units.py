@@ -15,7 +15,9 @@ from flopcalc.base.units import (
     describe_suffixes,
     format_bytes,
     format_count,
+    format_duration,
     format_flops,
+    format_money,
     format_number,
     format_parameters,
     format_rate,
@@ -272,3 +274,26 @@ def test_format_value_is_short_and_never_fails() -> None:
     assert format_value(doubled) == "[" * 57 + "…"
     doubled.append(doubled)
     assert format_value({"a": doubled}) == "{'a': " + "[" * 51 + "…"
+
+
+@pytest.mark.parametrize(
+    ("days", "text"),
+    [(0.0001, "8.6 s"), (0.0014, "2 min"), (0.05, "1.2 h"), (1.234, "1.2 days"), (400, "400 days"), (1461, "4 years")],
+)
+def test_durations_have_a_unit_that_fits(days: float, text: str) -> None:
+    assert format_duration(days) == text
+
+
+@pytest.mark.parametrize(
+    ("usd", "text"),
+    [
+        (0.00078, "$0.00078"),
+        (0.78, "$0.78"),
+        (999, "$999.00"),
+        (32_800, "$32.8k"),
+        (177_704_000, "$178M"),
+        (2e9, "$2B"),
+    ],
+)
+def test_money(usd: float, text: str) -> None:
+    assert format_money(usd) == text

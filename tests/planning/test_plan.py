@@ -117,18 +117,31 @@ def test_hfu_is_that_of_an_estimate(seq: int, batch: int, dtype: str | None, rec
 
 
 def test_defaults_are_said() -> None:
-    found = plan(GPT, tokens=10**9, device="h200", gpus=24, tp=1)
+    found = plan(GPT, tokens=10**10, device="h200", gpus=24, tp=1)
     assert (found.seq, found.global_batch) == (4096, 960)
     assert any("4096 tokens assumed" in note for note in found.notes)
     assert any("960 sequences" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "tokens", "batch"),
-    [(1, 4096, 1024), (12, 4096, 960), (64, 640, 6144), (2048, 4096, 1024), (8, 131072, 32), (8, 10**7, 1)],
+    ("gpus", "tokens", "whole", "batch", "why"),
+    [
+        (1, 4096, 10**12, 1024, "about 4M tokens, as most published runs have"),
+        (12, 4096, 10**12, 960, "about 4M tokens, as most published runs have"),
+        (64, 640, 10**12, 6144, "about 4M tokens, as most published runs have"),
+        (2048, 4096, 10**12, 1024, "about 4M tokens, as most published runs have"),
+        (8, 131072, 10**12, 32, "about 4M tokens, as most published runs have"),
+        (8, 10**7, 10**12, 1, "about 4M tokens, as most published runs have"),
+        (16384, 8192, 15 * 10**12, 2048, "as many tokens a GPU, or all in all, as in the run of Llama 3 405B"),
+        (65536, 8192, 15 * 10**12, 2048, "as many tokens a GPU, or all in all, as in the run of Llama 3 405B"),
+        (8, 2048, 10**7, 8, "about 500 steps"),
+        (8, 4096, 10**3, 1, "about 500 steps"),
+    ],
 )
-def test_the_batch_taken_is_about_4m_tokens_and_divides_well(gpus: int, tokens: int, batch: int) -> None:
-    assert choose_batch(gpus, tokens) == batch
+def test_the_batch_taken_is_one_that_people_use_and_divides_well(
+    gpus: int, tokens: int, whole: int, batch: int, why: str
+) -> None:
+    assert choose_batch(gpus, tokens, whole) == (batch, why)
 
 
 def test_one_device_needs_no_interconnect() -> None:

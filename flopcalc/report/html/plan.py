@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flopcalc.base.units import format_amount, format_bytes, format_parameters, format_seconds, format_tokens
+from flopcalc.base.units import (
+    format_amount,
+    format_bytes,
+    format_duration,
+    format_money,
+    format_parameters,
+    format_seconds,
+    format_tokens,
+)
 from flopcalc.report.html.page import Html, list_notes, make_page, number, paragraph, section, table, tiles
 from flopcalc.report.html.pictures import Bar, Spot, draw_bars, draw_points
 from flopcalc.report.html.prediction import draw_bytes, list_energy
@@ -49,11 +57,11 @@ def _list_figures(best: Json) -> list[tuple[str, object, object]]:
         ("step", show_seconds(step["mid"]), join_range(step, format_seconds)),
         ("MFU", show_percent(best["mfu"]), "model FLOPs"),
         ("HFU", show_percent(best["hfu"]), "executed FLOPs"),
-        ("days", _show_amount(best["days"]["mid"]), join_range(best["days"], format_amount)),
+        ("time", format_duration(best["days"]["mid"]), join_range(best["days"], format_duration)),
         ("GPU-hours", _show_amount(best["gpu_hours"]["mid"]), join_range(best["gpu_hours"], format_amount)),
     ]
     if best["usd"] is not None:
-        figures.append(("USD", _show_amount(best["usd"]["mid"]), join_range(best["usd"], format_amount)))
+        figures.append(("cost", format_money(best["usd"]["mid"]), join_range(best["usd"], format_money)))
     figures += list_energy(best["energy"], "for the run")
     figures.append(("tokens per second", number(best["tokens_per_s"], f"{best['tokens_per_s']:,.0f}"), "of all GPUs"))
     return figures
