@@ -11,8 +11,7 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
 
 if TYPE_CHECKING:
-    from decimal import Decimal
-from fractions import Fraction
+    from fractions import Fraction
 
 _PREFIXES = ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 # The largest size a flag or field may hold: far above any real workload, low enough that sums stay printable.
@@ -86,7 +85,8 @@ def format_money(usd: float) -> str:
     for prefix, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if usd >= size:
             return f"${_format_short(usd / size)}{prefix}"
-    return f"${usd:.2f}" if usd >= 0.01 else f"${Decimal(f'{usd:.2g}'):f}"
+    digits = 2 if usd >= 0.01 or not usd else 1 - math.floor(math.log10(usd))
+    return f"${usd:.{digits}f}"
 
 
 def _format_short(value: float) -> str:

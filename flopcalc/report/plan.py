@@ -30,7 +30,7 @@ def format_plan(plan: Plan) -> str:
         *wrap(f"{format_tokens(plan.tokens)}, {step}, {plan.dtype}, execution {plan.execution}", rest="  "),
         "",
     ]
-    headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "time", "GPU-hours", "energy", "cost"]
+    headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "time", "GPU-h", "energy", "cost"]
     rows = []
     for entry in plan.best:
         times = entry.step

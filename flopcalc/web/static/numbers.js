@@ -50,6 +50,21 @@ export function amount(value) {
   return value >= 1 ? value.toFixed(1) : Number(value.toPrecision(2)).toString();
 }
 
+// As the command line writes them: 0.0014 days -> 2 min, 32800 -> $32.8k.
+const brief = (value) => (value >= 100 ? Math.round(value).toLocaleString("en-US") : value.toFixed(1).replace(/\.0$/, ""));
+
+export function duration(days) {
+  for (const [unit, size, least] of [["years", 365.25, 2], ["days", 1, 1], ["h", 1 / 24, 1], ["min", 1 / 1440, 1]]) {
+    if (days >= size * least) return `${brief(days / size)} ${unit}`;
+  }
+  return `${brief(86400 * days)} s`;
+}
+
+export function money(usd) {
+  for (const [prefix, size] of [["B", 1e9], ["M", 1e6], ["k", 1e3]]) if (usd >= size) return `$${brief(usd / size)}${prefix}`;
+  return usd >= 0.01 ? `$${usd.toFixed(2)}` : `$${Number(usd.toPrecision(2))}`;
+}
+
 // 0.0123 Wh -> 12.3 mWh, 1234 Wh -> 1.2 kWh.
 export function metric(value, unit) {
   const [size, prefix] = [[1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]].find(([each]) => value >= each) ?? [1e-3, "m"];

@@ -2,7 +2,7 @@
 import { drawScatter, findRange, legend } from "../charts.js";
 import { h, table } from "../dom.js";
 import { t, word } from "../i18n.js";
-import { amount, bytes, exact, percent, seconds, tick } from "../numbers.js";
+import { amount, bytes, duration, exact, metric, money, percent, seconds, tick } from "../numbers.js";
 import { listEnergy } from "./energy.js";
 
 export const channel = "plan";
@@ -21,16 +21,16 @@ export function render(answers, { width, notes }) {
     return [
       h("p", { class: "answer" }, h("strong", { class: "figure" }, best.name), h("span", { class: "minor" }, ` = ${describeLayout(best.layout)}`)),
       h("p", {},
-        t("plan.best", { time: seconds(best.step_time_s.mid), low: seconds(best.step_time_s.low), high: seconds(best.step_time_s.high), mfu: percent(best.mfu), days: amount(best.days.mid), hours: amount(best.gpu_hours.mid) })),
+        t("plan.best", { time: seconds(best.step_time_s.mid), low: seconds(best.step_time_s.low), high: seconds(best.step_time_s.high), mfu: percent(best.mfu), days: duration(best.days.mid), hours: amount(best.gpu_hours.mid) })),
       best.energy && h("dl", { class: "facts" }, listEnergy(best.energy, "run")),
       drawScatter({ width, height: Math.max(300, Math.min(460, width * 0.58)), x, y, label: t("plan.picture", { count: points.length }),
         points: [...points.filter((point) => !point.is_front).map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 2.5, className: "faint", text: text(point) })),
           ...front.map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 5, className: "c3", text: text(point) }))],
         lines: [{ points: front.map((point) => [point.memory_bytes / 2 ** 30, point.step_time_s]), className: "front" }] }),
       legend([{ name: t("plan.front"), colour: "c3" }, { name: t("plan.others"), colour: "faint" }]),
-      table(t("plan.layouts"), [t("plan.layout"), t("plan.step"), t("plan.low"), t("plan.high"), "MFU", "HFU", t("plan.memory"), t("plan.days"), t("plan.hours"), "MWh", t("plan.cost")],
+      table(t("plan.layouts"), [t("plan.layout"), t("plan.step"), t("plan.low"), t("plan.high"), "MFU", "HFU", t("plan.memory"), t("plan.days"), t("plan.hours"), t("plan.energy"), t("plan.cost")],
         plan.best.map((row) => [h("span", { title: describeLayout(row.layout) }, row.name), seconds(row.step_time_s.mid), seconds(row.step_time_s.low), seconds(row.step_time_s.high), percent(row.mfu), percent(row.hfu), bytes(row.memory_bytes.total),
-          amount(row.days.mid), amount(row.gpu_hours.mid), row.energy_kwh === null ? "–" : amount(row.energy_kwh / 1000), row.usd === null ? "–" : amount(row.usd.mid / 1000)])),
+          duration(row.days.mid), amount(row.gpu_hours.mid), row.energy_kwh === null ? "–" : metric(row.energy_kwh * 1000, "Wh"), row.usd === null ? "–" : money(row.usd.mid)])),
       h("details", {}, h("summary", {}, t("plan.frontTable", { count: front.length })), table(t("plan.frontTable", { count: front.length }), [t("plan.layout"), t("plan.step"), t("plan.memory")],
         front.map((point) => [point.layout, seconds(point.step_time_s), bytes(point.memory_bytes)]))),
       table(t("plan.losers"), [t("plan.reason"), t("plan.count"), t("plan.nearest"), t("plan.why")],
