@@ -157,8 +157,7 @@ class Floors(NamedTuple):
             return f"compute {compute}, {rate}; the device's bandwidth is not known"
         return (
             f"compute {compute}, bandwidth {format_seconds(self.bandwidth_s)}: {rate}; "
-            f"{shown['flops_per_byte']:,.4g} FLOPs per byte, this device balances at "
-            f"{shown['ridge_flops_per_byte']:,.4g}"
+            f"{shown['flops_per_byte']:,.4g} FLOPs per byte, compute-bound above {shown['ridge_flops_per_byte']:,.0f}"
         )
 
 
