@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from flopcalc._moved import install_old_paths
 from flopcalc._version import __version__
-from flopcalc.base.presentation import Presenter, set_presenter
+from flopcalc.base.presentation import set_presenter
 
 if TYPE_CHECKING:
     from flopcalc.api import bind, estimate_flops, plan, predict, serving, translate
     from flopcalc.base.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
+    from flopcalc.base.presentation import Presenter
     from flopcalc.compat import calculate_mfu, get_gpu_peak_flops, profile_model_flops
     from flopcalc.core.estimate.estimate import Estimate, Estimator
     from flopcalc.core.estimate.translation import Translation

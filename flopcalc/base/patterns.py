@@ -12,8 +12,8 @@ LIMIT_S = 5.0  # for all names together
 MAX_CHARACTERS = 1000
 MAX_REPEATS = 2  # time grows with a name's length to this power, and less than a millisecond is fine
 # Compiling sets without case takes long; of nested sets re warns, and a user of LoRA would not know what of.
-_ODD = re.compile(r"\(\?[a-zA-Z]*i|\[\[|--|&&|~~|\|\|")
-_LETTERS = re.compile(r"\\.|\[\^?\]?[^]]*\]|\(\?", re.DOTALL)  # what repeats nothing: escapes, sets, groups' openings
+_ODD = r"\(\?[a-zA-Z]*i|\[\[|--|&&|~~|\|\|"
+_LETTERS = r"(?s)\\.|\[\^?\]?[^]]*\]|\(\?"  # what repeats nothing: escapes, sets, groups' openings
 # Its process can be stopped; a thread that matches cannot, and it holds all others up.
 _HELPER = """import json, re, sys
 text, names = json.load(sys.stdin)
@@ -27,10 +27,10 @@ except (re.error, RecursionError, OverflowError) as error:
 
 def is_costly(text: str, most_repeats: int = MAX_REPEATS) -> bool:
     """Whether a pattern repeats a group beside other repeats or choices, or has many repeats: time may grow freely."""
-    plain = _LETTERS.sub("", text)
+    plain = re.sub(_LETTERS, "", text)
     repeats = len(re.findall(r"[*+?{]", plain))
     repeats_group = re.search(r"\)[*+{]", plain) is not None and (repeats > 1 or "|" in plain)
-    return len(text) > MAX_CHARACTERS or _ODD.search(text) is not None or repeats_group or repeats > most_repeats
+    return len(text) > MAX_CHARACTERS or re.search(_ODD, text) is not None or repeats_group or repeats > most_repeats
 
 
 @lru_cache(maxsize=32)

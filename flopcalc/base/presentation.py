@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Protocol
+
     from flopcalc.base.rows import Table
     from flopcalc.base.vocabulary import By
 
+    class Presenter(Protocol):
+        """The functions of flopcalc/report/notebook.py."""
 
-class Presenter(Protocol):
-    """The functions of flopcalc/report/notebook.py."""
+        def make_table(self, estimate: Any, by: By, depth: int | None) -> Table: ...
 
-    def make_table(self, estimate: Any, by: By, depth: int | None) -> Table: ...
+        def describe_work(self, estimate: Any) -> str: ...
 
-    def describe_work(self, estimate: Any) -> str: ...
+        def show_estimate(self, estimate: Any) -> str: ...
 
-    def show_estimate(self, estimate: Any) -> str: ...
+        def show_prediction(self, prediction: Any) -> str: ...
 
-    def show_prediction(self, prediction: Any) -> str: ...
-
-    def show_plan(self, plan: Any) -> str: ...
+        def show_plan(self, plan: Any) -> str: ...
 
 
 _load: Callable[[], Presenter]

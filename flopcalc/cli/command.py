@@ -14,18 +14,20 @@ from flopcalc.cli.options import explain_unknown, list_groups
 class Command(click.Command):
     """A command that refuses an option given twice, where click would take the last one in silence."""
 
+    def make_parser(self, ctx: click.Context) -> Any:
+        parser: Any = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def parse_once(args: list[str]) -> Any:
+            values, rest, order = parse(args=args)
+            if not ctx.resilient_parsing:  # while a shell completes a line, nothing is wrong yet
+                _check_once(order)
+            return values, rest, order
+
+        parser.parse_args = parse_once
+        return parser
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # while a shell completes a line, nothing is wrong yet
-            try:
-                _, _, order = self.make_parser(ctx).parse_args(args=list(args))
-            except click.NoSuchOption:
-                order = []  # said below
-            seen = set()
-            for parameter in order:
-                takes_one = isinstance(parameter, click.Option) and not (parameter.multiple or parameter.is_flag)
-                if takes_one and parameter in seen:
-                    raise WorkloadError(f"{parameter.opts[0]} is given twice: give it once")
-                seen.add(parameter)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -40,6 +42,15 @@ class Command(click.Command):
         for title, records in list_groups(self, ctx):
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def _check_once(order: list[click.Parameter]) -> None:
+    seen = set()
+    for parameter in order:
+        takes_one = isinstance(parameter, click.Option) and not (parameter.multiple or parameter.is_flag)
+        if takes_one and parameter in seen:
+            raise WorkloadError(f"{parameter.opts[0]} is given twice: give it once")
+        seen.add(parameter)
 
 
 class CommandGroup(click.Group):

@@ -16,7 +16,7 @@ from flopcalc.base.units import check_items, check_size, parse_size
 
 KEY = "rows_per_expert"  # of a JSON file; the monitor writes such files
 MAX_SPREAD = 1.0
-_SPREAD = re.compile(r"spread:(\d+(?:\.\d*)?|\.\d+)")
+_SPREAD = r"spread:(\d+(?:\.\d*)?|\.\d+)"
 _ALL = 10**18  # more rows than any expert gets
 _FORMS = "even, spread:S with S from 0 to 1, rows per expert (N,N,…), or a JSON file of rows"
 
@@ -102,7 +102,7 @@ def parse_routing(value: object) -> Routing:
         return value
     if isinstance(value, str) and value == "even":
         return EVEN
-    if isinstance(value, str) and (found := _SPREAD.fullmatch(value)):
+    if isinstance(value, str) and (found := re.fullmatch(_SPREAD, value)):
         spread = float(found[1])
         if spread > MAX_SPREAD:
             raise WorkloadError(

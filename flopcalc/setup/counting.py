@@ -140,7 +140,7 @@ def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
     check_layers(source)
     recipe = read_recipe({} if setup.recipe is None else setup.recipe)
     whole, phase = setup.work.workload, setup.work.inputs.phase
-    has_images = bool(setup.work.inputs.image_grids if whole is None else whole.grids)
+    has_images = bool(setup.work.inputs.image_grid if whole is None else whole.grids)
     key = make_trace_key(source, recipe, phase, has_images)
     traced = load_trace(key) or tracer(source, recipe, phase, has_images, key)
     return TracedEstimator(traced, source, recipe, setup.formats)

@@ -8,7 +8,7 @@ made from the same rows. A new field is one row here, and the code that uses it.
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from flopcalc.base.spelling import KEYWORDS
 from flopcalc.base.vocabulary import (
@@ -29,9 +29,18 @@ from flopcalc.base.vocabulary import (
 )
 
 if TYPE_CHECKING:
+    from typing import Annotated
+
     from flopcalc.core.recipe.recipe import Lora, Recipe
 else:
     Lora = Recipe = Any  # only type checkers read them
+
+    class Annotated:
+        """At run time a row is its Field: to make types of all rows takes longer than to read a spec."""
+
+        def __class_getitem__(cls, row: tuple[Any, "Field"]) -> "Field":
+            return row[1]
+
 
 Command = Literal["estimate", "compare", "explain", "translate", "predict", "plan", "bind", "crosscheck", "serving"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
@@ -198,9 +207,7 @@ class SetupKeywords(TypedDict, total=False):
 
 _OPTIONS = {keyword: option for option, keyword in KEYWORDS.items()}
 # Field by its option's name, which is its name in JSON and on the page too.
-FIELDS: dict[str, Field] = {
-    _OPTIONS.get(name, name): get_args(hint)[1] for name, hint in SetupKeywords.__annotations__.items()
-}
+FIELDS: dict[str, Field] = {_OPTIONS.get(name, name): row for name, row in SetupKeywords.__annotations__.items()}
 
 
 def list_fields(command: Command) -> dict[str, Field]:

@@ -197,52 +197,27 @@ def _describe_files(images: Iterable[object]) -> list[str]:
     return [f"{spell('image', file)} = {'x'.join(map(str, read_picture_size(file)))} pixels" for file in files]
 
 
+def _pick(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of the fields that were given."""
+    return {name: values[name] for name in names if name in values}
+
+
 def _make_model(command: Command, model: object, values: Mapping[str, Any]) -> ModelChoice:
     mtp = None if command == "translate" else values.get("mtp")  # there the layers that a quoted number counts
-    return ModelChoice(
-        model,
-        values.get("model_type"),
-        values.get("spec"),
-        values.get("download", False),
-        values.get("head"),
-        mtp,
-        values.get("trace", False),
-    )
+    return ModelChoice(model, mtp=mtp, **_pick(values, ("model_type", "spec", "download", "head", "trace")))
 
 
 def _make_work(values: Mapping[str, Any], workload: object, of_batch: bool) -> Work:
-    sizes = {name: values.get(name) for name in _SIZES}
-    if workload is not None:
-        others = {**sizes, "real_batch": values.get("real_batch")}
-        whole = check_workload_alone(workload, {spell(name): each for name, each in others.items()})
-        return Work(Inputs(phase=whole.phase), whole, None, values.get("grad_accum"), values.get("global_batch"))
+    sizes, steps = _pick(values, _SIZES), _pick(values, ("grad_accum", "global_batch"))
     real = values.get("real_batch")
-    if real is not None:
-        beside = [spell(name) for name, each in sizes.items() if each is not None and name not in ("phase", "logits")]
-        if beside:
-            raise WorkloadError(f"batch already says sizes, lengths and images: leave {', '.join(beside)} out")
-    inputs = Inputs(
-        batch=sizes["batch"],
-        seq=sizes["seq"],
-        text=sizes["text"],
-        lengths=sizes["lengths"],
-        decoder_seq=sizes["decoder_seq"],
-        images=sizes["image"] or (),
-        image_grids=sizes["image_grid"] or (),
-        videos=sizes["video"] or (),
-        video_grids=sizes["video_grid"] or (),
-        max_pixels=sizes["max_pixels"],
-        audio=sizes["audio"] or (),
-        clips=sizes["clips"],
-        phase=_find_phase(values),
-        context=sizes["context"],
-        logits=sizes["logits"],
-        sampling_steps=sizes["sampling_steps"],
-        guidance=sizes["guidance"],
-        parts=sizes["parts"],
-        of_batch=of_batch,
-    )
-    return Work(inputs, None, real, values.get("grad_accum"), values.get("global_batch"))
+    if workload is not None:
+        others = sizes if real is None else {**sizes, "real_batch": real}
+        whole = check_workload_alone(workload, {spell(name): each for name, each in others.items()})
+        return Work(Inputs(phase=whole.phase), whole, **steps)
+    beside = [spell(name) for name in sizes if name not in ("phase", "logits")]
+    if real is not None and beside:
+        raise WorkloadError(f"batch already says sizes, lengths and images: leave {', '.join(beside)} out")
+    return Work(Inputs(**{**sizes, "phase": _find_phase(values), "of_batch": of_batch}), None, real, **steps)
 
 
 def _find_phase(values: Mapping[str, Any]) -> PipelinePhase:
@@ -257,7 +232,7 @@ def _find_phase(values: Mapping[str, Any]) -> PipelinePhase:
 
 def _make_recipe(command: Command, values: Mapping[str, Any]) -> Recipe | Mapping[str, Any] | None:
     """What trains: a recipe that was given whole, or its fields; None where nothing is said."""
-    given = {name: values[name] for name in _RECIPE if name in values}
+    given = _pick(values, _RECIPE)
     if values.get("gradient_checkpointing"):
         if "recompute" in given:
             raise RecipeError(f"{spell('gradient_checkpointing')} is {spell('recompute', 'full')}: give one of them")
@@ -290,12 +265,9 @@ def _make_place(command: Command, values: Mapping[str, Any]) -> Place:
                 raise WorkloadError(f"{spell(name)} takes one number here; plan tries several")
         shared = math.prod(values.get(name, (1,))[0] for name in ("tp", "pp", "cp"))
     return Place(
-        values.get("device"),
-        values.get("gpus"),
-        shared,
-        values.get("peak"),
-        values.get("step_time"),
-        values.get("tokens_per_second"),
+        shared=shared,
+        step_time_s=values.get("step_time"),
+        **_pick(values, ("device", "gpus", "peak", "tokens_per_second")),
     )
 
 

@@ -26,7 +26,7 @@ from flopcalc.hardware.routing import parse_routing
 from flopcalc.setup.fields import Field
 
 AUTO = "auto"
-_TOKENS = re.compile(r"\s*(.*?)\s*(?:tok|tokens?)\s*", re.IGNORECASE)
+_TOKENS = r"(?i)\s*(.*?)\s*(?:tok|tokens?)\s*"
 
 
 def read_value(name: str, field: Field, value: Any) -> Any:
@@ -129,7 +129,7 @@ def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple
         return check_size(value, spell(name))
     if value == AUTO:
         return AUTO
-    tokens = _TOKENS.fullmatch(value)
+    tokens = re.fullmatch(_TOKENS, value)
     if tokens is not None:
         try:
             return parse_tokens(tokens[1]), tokens[1][-1:].lower()

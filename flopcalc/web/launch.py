@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.setup.launch import apply_launch, read_launch
-from flopcalc.web.setups import Page, list_page_fields
+from flopcalc.web.setups import Page, list_page_fields, put_files
 
 _NAME = re.compile(r"[^\w.-]", re.ASCII)
 _OTHERS = {"dtype": "compute"}  # options that a set-up knows by another name
@@ -21,15 +20,11 @@ def read_launch_file(name: str, text: str, page: Page) -> dict[str, Any]:
 
     A file without a model leaves the set-up's own.
     """
-    with TemporaryDirectory() as folder:
-        path = os.path.join(folder, _NAME.sub("_", os.path.basename(name)) or "launch.yaml")
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        try:
-            has_model = "model" in read_launch(path).taken
-            applied = apply_launch(path, "estimate", {}, None if has_model else page.model or None)
-        except FlopcalcError as error:
-            raise type(error)(str(error).replace(folder + os.sep, "")) from None
+    plain = _NAME.sub("_", os.path.basename(name)) or "launch.yaml"
+    with put_files([(plain, text)]) as folder:
+        path = os.path.join(folder, plain)
+        has_model = "model" in read_launch(path).taken
+        applied = apply_launch(path, "estimate", {}, None if has_model else page.model or None)
     found: dict[str, object] = {} if has_model else {"model": page.model, "files": dict(page.files)}
     for option, value in applied.options.items():
         field = _OTHERS.get(option, option)

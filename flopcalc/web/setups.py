@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
@@ -174,23 +175,30 @@ def load_model(page: Page) -> Source:
         if _HUB_ID.fullmatch(page.model) is None and ("/" in page.model or page.model.endswith(".json")):
             raise ConfigError(f"{page.model[:200]!r}: no preset; drop its config.json, or ask the hub")
         return load_config(page.model, model_type=model_type)
+    names = dict(page.files)
+    # One file is read by its own name, as `flopcalc estimate my.json` would; several are a folder.
+    single = next(iter(names)) if len(names) == 1 else "config.json" if "config.json" in names else ""
+    with put_files(page.files) as folder:
+        source = load_config(os.path.join(folder, single) if single else folder, model_type=model_type)
+    name = page.model or source.name
+    return source.replace(name=name, where=_shorten(source.where, folder), reference=_shorten(source.reference, folder))
+
+
+@contextmanager
+def put_files(files: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """A folder with these files (name and text), for a while; errors do not name it."""
     from tempfile import TemporaryDirectory  # imported lazily: few set-ups bring files
 
     with TemporaryDirectory() as folder:
-        for name, text in page.files:
+        for name, text in files:
             path = os.path.join(folder, name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
-        names = dict(page.files)
-        # One file is read by its own name, as `flopcalc estimate my.json` would; several are a folder.
-        single = next(iter(names)) if len(names) == 1 else "config.json" if "config.json" in names else ""
         try:
-            source = load_config(os.path.join(folder, single) if single else folder, model_type=model_type)
+            yield folder
         except FlopcalcError as error:
             raise type(error)(_shorten(str(error), folder)) from None
-    name = page.model or source.name
-    return source.replace(name=name, where=_shorten(source.where, folder), reference=_shorten(source.reference, folder))
 
 
 def _shorten(text: str, folder: str) -> str:

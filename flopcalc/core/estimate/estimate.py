@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, Unpack, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack, cast, runtime_checkable
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.frozen import Value, frozen
@@ -26,11 +26,13 @@ from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.inputs import PLAIN, CallMedia, Inputs, check_no_sampling, make_load, read_call
 from flopcalc.core.estimate.model_counts import Identity, ModelCounts
-from flopcalc.core.estimate.sampling import Sampling
 from flopcalc.core.model.ops import Op, join
 from flopcalc.core.spec.spec import PARTS
 from flopcalc.core.workload.workload import Media, Workload, make_workload
 from flopcalc.hardware.devices import Device
+
+if TYPE_CHECKING:  # of a diffusion pipeline alone
+    from flopcalc.core.estimate.sampling import Sampling
 
 
 @runtime_checkable

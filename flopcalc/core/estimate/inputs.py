@@ -17,7 +17,7 @@ from flopcalc.core.estimate.model_counts import ModelCounts, Picture
 from flopcalc.core.images.vision import Vision
 from flopcalc.core.workload.workload import Grid, Media, Workload, make_workload, read_grids
 
-_SIZE = re.compile(r"-?\d+[xX]-?\d+")
+_SIZE = r"-?\d+[xX]-?\d+"
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 
 
@@ -40,17 +40,17 @@ PLAIN = frozenset(Media.__annotations__)  # what make_workload takes as it is
 
 @frozen()
 class Inputs(Value):
-    """One sample, and how many there are; images in pixels or as files, grids as (t, h, w) in patches."""
+    """One sample, and how many there are, by the fields of a setup; images in pixels or as files, grids in patches."""
 
     batch: int | None = None  # 1 where none is said
     seq: int | None = None  # length that the language model sees
     text: int | None = None  # length without visual and audio tokens, which are added
     lengths: tuple[int, ...] | None = None  # one packed row of documents
     decoder_seq: int | None = None
-    images: tuple[Picture, ...] = ()
-    image_grids: tuple[Grid, ...] = ()
-    videos: tuple[str, ...] = ()  # as parse_video reads them
-    video_grids: tuple[Grid, ...] = ()
+    image: tuple[Picture, ...] = ()
+    image_grid: tuple[Grid, ...] = ()
+    video: tuple[str, ...] = ()  # as parse_video reads them
+    video_grid: tuple[Grid, ...] = ()
     max_pixels: int | None = None  # the processor's, instead of its config's
     audio: tuple[float, ...] = ()  # seconds
     clips: tuple[int, ...] | None = None  # the same in frames of the feature extractor; of the whole batch
@@ -99,10 +99,10 @@ def read_call(
         text=read_size("text", media.get("text")),
         lengths=None if lengths is None else tuple(check_items(lengths, "lengths")),
         decoder_seq=decoder_seq_len,
-        images=read_images(media.get("images") or (), "image"),
-        image_grids=read_rows("image_grid_thw"),
-        videos=read_videos(media.get("videos") or (), "video"),
-        video_grids=read_rows("video_grid_thw"),
+        image=read_images(media.get("images") or (), "image"),
+        image_grid=read_rows("image_grid_thw"),
+        video=read_videos(media.get("videos") or (), "video"),
+        video_grid=read_rows("video_grid_thw"),
         max_pixels=read_size("max_pixels", media.get("max_pixels")),
         audio=read_items("audio"),
         clips=read_items("clips"),
@@ -125,7 +125,7 @@ def read_images(value: Any, field: str) -> tuple[Any, ...]:
 def _read_image(value: object, field: str) -> Any:
     if not isinstance(value, str) or os.path.isfile(value):
         return value
-    if _SIZE.fullmatch(value) is None:
+    if re.fullmatch(_SIZE, value) is None:
         raise WorkloadError(f"{spell(field)}: {format_value(value)} is neither WIDTHxHEIGHT nor a file")
     return parse_sizes(value.lower(), field, 2, "x")
 
@@ -196,47 +196,47 @@ def _cut_images(estimator: ModelCounts, inputs: Inputs) -> tuple[list[Grid], lis
     """Grids of all images and videos of a sample."""
     vision = estimator.vision
     if estimator.origin == "trace":
-        if inputs.images or inputs.videos or inputs.video_grids:
+        if inputs.image or inputs.video or inputs.video_grid:
             raise WorkloadError(
                 f"{estimator.source.name} is traced: give its images in patches, {spell('image_grid', 'T,H,W')}"
             )
-        if inputs.image_grids and inputs.text is not None:
+        if inputs.image_grid and inputs.text is not None:
             raise WorkloadError(
                 f"{estimator.source.name} is traced: give {spell('seq')}, the length with visual tokens, instead of "
                 f"{spell('text')}"
             )
-        return list(inputs.image_grids), [], []
-    if not (inputs.images or inputs.image_grids or inputs.videos or inputs.video_grids):
+        return list(inputs.image_grid), [], []
+    if not (inputs.image or inputs.image_grid or inputs.video or inputs.video_grid):
         if inputs.max_pixels is not None:
             raise WorkloadError(f"{spell('max_pixels')} needs {spell('image')} or {spell('video')}")
         return [], [], []
-    if vision is None and (inputs.videos or inputs.video_grids):
+    if vision is None and (inputs.video or inputs.video_grid):
         is_text = "" if estimator.audio is not None else "is a text model: it "
         raise WorkloadError(f"{estimator.source.name} {is_text}takes no videos")
     samples = inputs.batch or 1 if inputs.of_batch else 1
-    images, notes = estimator.cut_images(inputs.images, samples, max_pixels=inputs.max_pixels)
+    images, notes = estimator.cut_images(inputs.image, samples, max_pixels=inputs.max_pixels)
     assert vision is not None  # a text model's images were refused
-    for grid in inputs.image_grids:
+    for grid in inputs.image_grid:
         vision.check_tiles(grid, spell("image_grid"))
         images.append(vision.check_grid(grid, spell("image_grid")))
-    for field, given in (("video", inputs.videos), ("video_grid", inputs.video_grids)):
+    for field, given in (("video", inputs.video), ("video_grid", inputs.video_grid)):
         if given and not vision.takes_videos:
             raise WorkloadError(f"{spell(field)}: {estimator.source.name} takes no videos")
     videos, found = _cut_videos(estimator, vision, inputs)
-    videos += [vision.check_grid(grid, spell("video_grid")) for grid in inputs.video_grids]
+    videos += [vision.check_grid(grid, spell("video_grid")) for grid in inputs.video_grid]
     return images, videos, [*notes, *found]
 
 
 def _cut_videos(estimator: ModelCounts, vision: Vision, inputs: Inputs) -> tuple[list[Grid], list[str]]:
     """Grids of the videos that are given in seconds or frames."""
-    if not inputs.videos:
+    if not inputs.video:
         return [], []
     from flopcalc.core.images.videos import cut_video, parse_video  # imported lazily: few inputs have videos
 
     preprocessor = estimator.source.video_preprocessor
     grids: list[Grid] = []
     notes: list[str] = []
-    for text in inputs.videos:
+    for text in inputs.video:
         video = parse_video(text)
         made, found = cut_video(video, vision, estimator.spec.name, preprocessor, inputs.max_pixels)
         grids += made

@@ -299,14 +299,14 @@ class PipelineEstimator(Estimator):
 
 def read_inputs(estimator: PipelineEstimator, inputs: Inputs) -> SampleRequest:
     """A setup's inputs as a request to a diffusion model."""
-    if len(inputs.images) + len(inputs.videos) > 1 and not inputs.of_batch:
+    if len(inputs.image) + len(inputs.video) > 1 and not inputs.of_batch:
         raise WorkloadError(f"{estimator.source.name} makes one image or video per sample: give one size")
     for flag, value in (
         (spell("seq"), inputs.seq),
         (spell("lengths"), inputs.lengths),
         (spell("decoder_seq"), inputs.decoder_seq),
-        (spell("image_grid"), inputs.image_grids or None),
-        (spell("video_grid"), inputs.video_grids or None),
+        (spell("image_grid"), inputs.image_grid or None),
+        (spell("video_grid"), inputs.video_grid or None),
         (spell("audio"), inputs.audio or None),
         (spell("max_pixels"), inputs.max_pixels),
         (spell("context"), inputs.context),
@@ -319,16 +319,16 @@ def read_inputs(estimator: PipelineEstimator, inputs: Inputs) -> SampleRequest:
                 f"{spell('video')}, {spell('text')}"
             )
     batch = check_size(1 if inputs.batch is None else inputs.batch, "batch")
-    if inputs.images and inputs.videos:
+    if inputs.image and inputs.video:
         raise WorkloadError("images and videos are both given: a diffusion model makes one of them")
-    if inputs.videos and not estimator.latents.takes_videos:
+    if inputs.video and not estimator.latents.takes_videos:
         raise WorkloadError(f"{spell('video')}: {estimator.source.name} takes no videos")
-    size = _read_sizes(inputs.images, batch, 2, "images") or _read_sizes(inputs.videos, batch, 3, "videos")
+    size = _read_sizes(inputs.image, batch, 2, "images") or _read_sizes(inputs.video, batch, 3, "videos")
     steps = None if inputs.sampling_steps is None else check_size(inputs.sampling_steps, "sampling_steps")
     return SampleRequest(
         batch,
         None if size is None else (size[0], size[1]),
-        size[2] if size is not None and inputs.videos else None,
+        size[2] if size is not None and inputs.video else None,
         inputs.text,
         steps,
         read_guidance(inputs.guidance),

@@ -21,7 +21,7 @@ from flopcalc.core.spec.aliases import list_types, map_config, name_family
 PIPELINE_FILE = "model_index.json"  # of diffusers
 
 ADAPTER = "adapter_config.json"
-_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # the first one is used for a model that is cut
+_LATER_SHARD = r"-(?!00001)\d{5}-of-\d{5}\.gguf$"  # the first one is used for a model that is cut
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "feature_extractor_config.json")
 
 
@@ -274,7 +274,7 @@ def _load_folder(folder: str, download: bool = False, is_base: bool = False) -> 
     if denoiser is not None:
         return _load_with_processors(name, denoiser)
     held = sorted(os.listdir(folder))
-    files = [file for file in held if file.endswith(".gguf") and not _LATER_SHARD.search(file)]
+    files = [file for file in held if file.endswith(".gguf") and not re.search(_LATER_SHARD, file)]
     if ADAPTER in held:
         return _load_adapter(name, os.path.join(folder, ADAPTER), download, is_base)
     if len(files) == 1:

@@ -12,7 +12,7 @@ from flopcalc.base.data import find_data_dir, get_stem, list_data_files, load_to
 from flopcalc.base.errors import SpecError
 from flopcalc.base.files import MAX_TOML_BYTES, read_text
 
-_KEY = re.compile(r"""^(hub_id|alias)\s*=\s*["']([^"']+)["']""", re.MULTILINE)
+_KEY = r"""(?m)^(hub_id|alias)\s*=\s*["']([^"']+)["']"""
 
 
 class NamedPreset(NamedTuple):
@@ -93,7 +93,9 @@ def _read_ids(files: dict[str, str]) -> dict[str, str]:
     found = {}
     for preset, path in files.items():
         with suppress(SpecError):  # another preset that cannot be read is not this model's fault
-            keys = dict(_KEY.findall(read_text(path, MAX_TOML_BYTES, SpecError)))  # far faster than parsing them all
+            keys = dict(
+                re.findall(_KEY, read_text(path, MAX_TOML_BYTES, SpecError))
+            )  # far faster than parsing them all
             if "alias" not in keys:
                 found[preset] = keys.get("hub_id", preset).lower()
     return found

@@ -219,7 +219,7 @@ def test_a_live_model_may_have_empty_parameters() -> None:
     [
         (Inputs(), 'takes images: give images=."WxH".'),
         (Inputs(phase="decode"), 'takes images: give images=."WxH".'),
-        (Inputs(phase="decode", images=((64, 64),)), "there is no phase decode; forward is one pass"),
+        (Inputs(phase="decode", image=((64, 64),)), "there is no phase decode; forward is one pass"),
     ],
 )
 def test_what_a_model_of_images_asks_for(inputs: Inputs, words: str) -> None:
