@@ -24,7 +24,9 @@ _ATTENTION = ((32, 8, 128, 4, 4096, 4096), (32, 8, 128, 64, 1, 4096))
 def list_power_rows(is_tiny: bool) -> dict[str, Json]:
     """Row of the journal -> the call whose watts it measures."""
     shrink = 64 if is_tiny else 1
-    calls = [("rest", ()), *(("product", size) for size in _PRODUCTS), *(("copy", (size,)) for size in _COPIED)]
+    calls: list[tuple[str, tuple[int, ...]]] = [("rest", ())]
+    calls += [("product", size) for size in _PRODUCTS]
+    calls += [("copy", (size,)) for size in _COPIED]
     calls += [("attention", size) for size in _ATTENTION]
     rows: dict[str, Json] = {}
     for kind, size in calls:

@@ -32,7 +32,7 @@ def make_prediction_page(result: Json) -> str:
     subtitle = f"{result['workload']}; {result['dtype']}, execution {result['execution']}"
     step = result["step_time_s"]
     interval = f"{format_seconds(step['low'])} to {format_seconds(step['high'])}"
-    figures = [
+    figures: list[tuple[str, object, object]] = [
         ("step", show_seconds(step["mid"]), interval),
         ("bound by", f"the {result['bound']}", "what it waits for"),
         ("MFU", show_percent(result["mfu"]), "model FLOPs"),
