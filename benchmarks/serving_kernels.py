@@ -48,7 +48,9 @@ def fit(seconds: np.ndarray, flops: np.ndarray, moved: np.ndarray, peak: float, 
     return [round(compute / peak, 4), round(memory / bandwidth, 4), round(float(floor), 7)]
 
 
-def collect(rows: Iterator[dict[str, str]], key: str, read: Callable[[dict[str, str]], tuple[float, ...] | None]) -> dict[str, np.ndarray]:
+def collect(
+    rows: Iterator[dict[str, str]], key: str, read: Callable[[dict[str, str]], tuple[float, ...] | None]
+) -> dict[str, np.ndarray]:
     """What is read of each row, and its seconds, by the value of a column."""
     found: dict[str, list[tuple[float, ...]]] = {}
     for row in rows:
@@ -90,7 +92,12 @@ def make_device(folder: Path, device_id: str) -> dict[str, Any]:
                 flops = 6 * (rows + TILE * reached) * hidden * width
                 moved = 3 * reached * hidden * width * size + 2 * rows * (ROUTED_MOVES * hidden + 3 * width)
                 found["experts"].setdefault(flow, {})[name] = fit(
-                    seconds, flops, moved, peaks[name], bandwidth, f"{device_id} {flow} experts {name}",
+                    seconds,
+                    flops,
+                    moved,
+                    peaks[name],
+                    bandwidth,
+                    f"{device_id} {flow} experts {name}",
                     0.1 if name in ("int4", "mxfp4") else 0.8,
                 )
 
@@ -109,7 +116,9 @@ def make_device(folder: Path, device_id: str) -> dict[str, Any]:
                               ("latent", "mla-trtllm-generation_mla", read_latent)):  # fmt: skip
         for name, (flops, moved, seconds) in collect(read_rows(folder, table), "kv_cache_dtype", read).items():
             ours, size = ("bf16", 2) if name == "bfloat16" else ("fp8", 1)
-            found[kind][ours] = fit(seconds, flops, size * moved, peaks["bf16"], bandwidth, f"{device_id} {kind} {ours}")
+            found[kind][ours] = fit(
+                seconds, flops, size * moved, peaks["bf16"], bandwidth, f"{device_id} {kind} {ours}"
+            )
     for row in read_rows(folder, "comm-vllm-custom_allreduce"):
         size = 2 * int(row["message_size"])
         if row["backend"] == "vllm_graph" and size in SIZES:
@@ -127,7 +136,9 @@ def main() -> None:
         "devices": {device: make_device(folder / name, device) for name, (device, _) in SYSTEMS.items()},
     }
     path = Path(find_data_dir()) / "serving_kernels.json"
-    path.write_text(json.dumps(data, indent=None, separators=(", ", ": ")).replace('}, "', '},\n"') + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(data, indent=None, separators=(", ", ": ")).replace('}, "', '},\n"') + "\n", encoding="utf-8"
+    )
     print(f"{path.name}: {path.stat().st_size:,} bytes")
 
 

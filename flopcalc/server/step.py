@@ -191,7 +191,9 @@ class StepModel:
         """What grows with the tokens of a rank's step, and what every step has."""
         model, layout, rates = self.model, self.layout, self.rates
         found = dict.fromkeys(CLASSES, 0.0)
-        found.update(step=1.0, kernels=model.kernels, casts=model.casts, floors=self.floors, expert_floors=self.expert_floors)
+        found.update(
+            step=1.0, kernels=model.kernels, casts=model.casts, floors=self.floors, expert_floors=self.expert_floors
+        )
         for weight in model.weights:
             is_expert = weight.experts > 1
             reads, math_s = self._time_experts(weight, tokens) if is_expert else self._time_dense(weight, tokens)
@@ -207,9 +209,7 @@ class StepModel:
 
     def _time_dense(self, weight: ServedWeight, tokens: float) -> tuple[float, float]:
         n, k = cut_weight(weight, self.layout)
-        return self.rates.find_product(weight).time(
-            2.0 * tokens * n * k, n * k * weight.bytes + 2.0 * tokens * (n + k)
-        )
+        return self.rates.find_product(weight).time(2.0 * tokens * n * k, n * k * weight.bytes + 2.0 * tokens * (n + k))
 
     def _time_experts(self, weight: ServedWeight, tokens: float) -> tuple[float, float]:
         n, k = cut_weight(weight, self.layout)
@@ -251,6 +251,26 @@ class StepModel:
                 token += seconds
         return token, state, tuple(windows)
 
+    def count_bytes(self, tokens: float, keys: float) -> float:
+        """Bytes that a rank must read in a step: weights that tokens reach, and cached keys."""
+        total = keys * math.fsum(
+            each.layers * cut_cache(each, self.layout.tp) * self.model.cache_bytes
+            for each in self.model.cached
+            if each.kind in ("full", "latent")
+        )
+        for weight in self.model.weights:
+            n, k = cut_weight(weight, self.layout)
+            reached = 1.0
+            if weight.experts > 1:
+                reached = count_distinct(weight.experts, weight.active, tokens * self.layout.dp) / self.layout.ep
+            total += weight.layers * reached * n * k * weight.bytes
+        return total
+
+    def count_flops(self) -> float:
+        """FLOPs of a token in all products of the whole model, without attention's."""
+        weights = [*self.model.weights, *([self.model.head] if self.model.head is not None else [])]
+        return math.fsum(2.0 * each.layers * each.active * each.n * each.k for each in weights)
+
     def time_pairs(self) -> tuple[float, tuple[tuple[float, int], ...]]:
         """Seconds of one query-key pair of a prompt, and the same of layers with each window."""
         pair = 0.0
@@ -273,7 +293,10 @@ class StepCosts:
     `weigh` turns amounts by class into seconds; any value that can be added and multiplied will do.
     """
 
-    def __init__(self, step: StepModel, weigh: Callable[[Sequence[float]], Any], most_tokens: int) -> None:
+    def __init__(
+        self, step: StepModel, weigh: Callable[[Sequence[float]], Any], most_tokens: int, drafts: int = 0
+    ) -> None:
+        self.drafts, self.draft_share = drafts, drafts / step.model.layers
         self.grid = _make_grid(most_tokens)
         self.table = [weigh(step.count_tokens(tokens)) for tokens in self.grid]
         self.heads = [weigh(step.count_sequences(tokens)) for tokens in self.grid]
@@ -291,8 +314,9 @@ class StepCosts:
     def run(self, prompt: Sequence[tuple[int, int]], decodes: int, keys: float) -> Any:
         """A step: chunks of prompts (tokens, tokens before them) and decodes that read `keys` tokens in all."""
         tokens = sum(chunk for chunk, _ in prompt)
-        seconds = self.read(self.table, tokens + decodes) + self.read(self.heads, decodes + len(prompt))
-        seconds = seconds + self.eager
+        checked = decodes * (1 + self.drafts)
+        seconds = self.read(self.table, tokens + checked) + self.read(self.heads, checked + len(prompt))
+        seconds = seconds + self.eager + self._draft(decodes)
         for chunk, before in prompt:
             seconds = seconds + self.pair * (chunk * (before + chunk / 2))
             for each, window in self.bounded:
@@ -302,8 +326,15 @@ class StepCosts:
     def decode(self, decodes: int, keys: float, steps: int) -> Any:
         """So many steps of decodes alone; `keys` are those of the first."""
         middle = keys + decodes * (steps - 1) / 2
-        once = self.read(self.table, decodes) + self.read(self.heads, decodes) + self._read_keys(decodes, middle)
-        return once * steps
+        checked = decodes * (1 + self.drafts)
+        once = self.read(self.table, checked) + self.read(self.heads, checked) + self._read_keys(decodes, middle)
+        return (once + self._draft(decodes)) * steps
+
+    def _draft(self, decodes: int) -> Any:
+        """The drafts of a step, one after another: each is one layer and the head, as in multi-token prediction."""
+        if not self.drafts or not decodes:
+            return self.zero
+        return self.read(self.table, decodes) * self.draft_share + self.read(self.heads, decodes) * self.drafts
 
     def _read_keys(self, decodes: int, keys: float) -> Any:
         seconds = self.key * keys + self.state * decodes
