@@ -34,9 +34,11 @@ from flopcalc.setup.counting import bind_setup
 from flopcalc.setup.setup import make_setup
 
 # Seconds of one unit of each class before anything is fitted: launches and calls from the kernel tables, rates as 1.
-PRIOR = {"step": 5e-4, "kernels": 2.5e-6, "casts": 2e-6, "eager": 3e-5, "sequences": 1e-5, "prompts": 5e-5, "arrivals": 0.02,
-         "floors": 1.0, "expert_floors": 1.0, "dense": 1.1, "experts": 1.1, "math": 1.1, "kv": 1.1, "attention": 1.1, "sums": 1.2,
-         "tokens": 1.0}  # fmt: skip
+PRIOR = {
+    "step": 5e-4, "kernels": 2.5e-6, "casts": 2e-6, "eager": 3e-5, "sequences": 1e-5, "prompts": 5e-5, "arrivals": 0.02,
+    "floors": 1.0, "expert_floors": 1.0, "dense": 1.1, "experts": 1.1, "math": 1.1, "kv": 1.1, "attention": 1.1,
+    "sums": 1.2, "tokens": 1.0,
+}  # fmt: skip
 SPREAD, ENGINE_SPREAD = 1.0, 0.05  # how far a weight may lie from the prior, and an engine's from all, in logarithms
 FREE = {
     "eager": 3.0,

@@ -2,8 +2,8 @@
 
     python benchmarks/serving_kernels.py FOLDER          FOLDER holds one folder of tables a system (a100_sxm, …)
 
-A kernel takes floor + (compute³ + memory³)^(1/3) seconds. Rates are stored as shares of the device's peak and bandwidth,
-so that a device without tables can borrow those of its generation. Prints how far each fit lies from its rows.
+A kernel takes floor + (compute³ + memory³)^(1/3) seconds. Rates are stored as shares of the device's peak and
+bandwidth, so that a device without tables can borrow those of its generation. Prints how far fits lie from their rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from flopcalc.server.step import ROUTED_MOVES, TILE, count_distinct
 
 # Our format -> theirs, bytes of a number, and the format that is computed in.
 FORMATS = {"bf16": ("bfloat16", 2.0, "bf16"), "fp8": ("fp8", 1.0, "fp8"), "fp8-block": ("fp8_block", 1.0, "fp8"),
-           "nvfp4": ("nvfp4", 0.5625, "nvfp4"), "int4": ("int4_wo", 0.52, "bf16"), "mxfp4": ("w4a16_mxfp4", 0.53, "bf16"),
+           "nvfp4": ("nvfp4", 0.5625, "nvfp4"), "int4": ("int4_wo", 0.52, "bf16"),
+           "mxfp4": ("w4a16_mxfp4", 0.53, "bf16"),
            "mxfp4-fp8": ("w4a8_mxfp4_mxfp8", 0.53, "fp8")}  # fmt: skip
 LEAST_ROWS = 40
 SIZES = [2**power for power in range(10, 31, 2)]  # bytes of a sum over ranks

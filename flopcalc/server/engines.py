@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from flopcalc.base.data import find_data_dir, list_data_files, load_toml
@@ -41,8 +42,8 @@ class Engine(NamedTuple):
     wait: int = 0
     logit_bytes: float = 6.0  # that a trial step's sampler holds for each logit
     command: str = "{model}"
-    kv_names: Mapping[str, str] = {}  # our name of a cache's format -> the engine's
-    switches: Mapping[str, str] = {}  # field above one -> a flag without a value
+    kv_names: Mapping[str, str] = MappingProxyType({})  # our name of a cache's format -> the engine's
+    switches: Mapping[str, str] = MappingProxyType({})  # field above one -> a flag without a value
 
     def make_policy(self, cache_tokens: float) -> Policy:
         return Policy(self.max_batched_tokens, self.max_seqs, cache_tokens, self.mixes, self.chunks, self.reserves,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
@@ -66,7 +67,7 @@ class ServingAnswer(NamedTuple):
     price: str
     notes: tuple[str, ...]
     command: str = ""
-    use: dict[str, float] = {}  # mfu, bandwidth
+    use: Mapping[str, float] = MappingProxyType({})  # mfu, bandwidth
     objectives: dict[str, Any] | None = None
     advice: str = ""
 
@@ -343,13 +344,12 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     seconds = sum(by_class.values())
     flops = step.count_flops() * rate / outputs * (inputs - traffic.cached + outputs)
     peak = find_format_peak(answer.device.id, max((each.compute for each in step.model.weights), default="") or "bf16")
-    found = found._replace(
+    return found._replace(
         use={"mfu": flops / (answer.gpus * peak[0]),
              "bandwidth": step.count_bytes(decodes, decodes * (inputs + outputs / 2)) / seconds / step.rates.bandwidth},
         objectives=_judge(found, load, run, rate) if traffic.objectives else None,
         advice=_advise(found, step.model), notes=tuple(dict.fromkeys(notes)),
     )  # fmt: skip
-    return found
 
 
 def _meets(load: Load, names: Sequence[str]) -> bool:

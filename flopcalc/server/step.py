@@ -17,13 +17,12 @@ from flopcalc.hardware.systems import load_system
 from flopcalc.planning.network import find_interconnect, time_collective
 from flopcalc.server.served import CachedLayers, ServedModel, ServedWeight
 
-# Classes of work, which a fit weighs by engine. Seconds at the rates of the device's kernels: floors (the shortest time of
-# each product and attention call), expert_floors, dense and experts (their bytes), math (what computing
-# adds to both), kv, attention, sums (collectives), tokens (norms,
-# activation functions). Numbers: all others.
+# Classes of work, which a fit weighs by engine. Seconds at the rates of the device's kernels: floors (the shortest time
+# of each product and attention call), expert_floors, dense and experts (their bytes), math (what computing adds),
+# kv, attention, sums (collectives), tokens (norms, activation functions). Numbers: all others.
 CLASSES = (
-    "step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors", "dense", "experts",
-    "math", "kv", "attention", "sums", "tokens",
+    "step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors", "dense",
+    "experts", "math", "kv", "attention", "sums", "tokens",
 )  # fmt: skip
 _ATTENTION_SHARE = 0.5  # of its peak that attention keeps up on devices without measured kernels
 _POWER = 3  # how compute and memory join: (a³ + b³)^(1/3), a quarter more than the larger where both are equal
