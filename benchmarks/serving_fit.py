@@ -26,18 +26,27 @@ from flopcalc.hardware.devices import find_device
 from flopcalc.server.engines import find_engine, split_version
 from flopcalc.server.kv import find_room
 from flopcalc.server.schedule import simulate
-from flopcalc.server.serve import HOST, Traffic, make_requests
+from flopcalc.server.serve import HOST
 from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel
+from flopcalc.server.traffic import Lengths, Traffic, make_requests
 from flopcalc.setup.counting import bind_setup
 from flopcalc.setup.setup import make_setup
 
 # Seconds of one unit of each class before anything is fitted: launches and calls from the kernel tables, rates as 1.
-PRIOR = {"step": 5e-4, "kernels": 2.5e-6, "casts": 2e-6, "eager": 3e-5, "sequences": 1e-5, "prompts": 5e-5, "arrivals": 0.02,
-         "floors": 1.0, "expert_floors": 1.0, "dense": 1.1, "experts": 1.1, "math": 1.1, "kv": 1.1, "attention": 1.1, "sums": 1.2,
-         "tokens": 1.0}  # fmt: skip
+PRIOR = {
+    "step": 5e-4, "kernels": 2.5e-6, "casts": 2e-6, "eager": 3e-5, "sequences": 1e-5, "prompts": 5e-5, "arrivals": 0.02,
+    "floors": 1.0, "expert_floors": 1.0, "dense": 1.1, "experts": 1.1, "math": 1.1, "kv": 1.1, "attention": 1.1,
+    "sums": 1.2, "tokens": 1.0,
+}  # fmt: skip
 SPREAD, ENGINE_SPREAD = 1.0, 0.05  # how far a weight may lie from the prior, and an engine's from all, in logarithms
-FREE = {"eager": 3.0, "prompts": 3.0, "arrivals": 3.0, "sequences": 6.0, "math": 3.0}  # what differs more between engines
+FREE = {
+    "eager": 3.0,
+    "prompts": 3.0,
+    "arrivals": 3.0,
+    "sequences": 6.0,
+    "math": 3.0,
+}  # what differs more between engines
 TPOT_NOISE, TTFT_NOISE = 0.12, 0.7
 TTFT_SHARE = {"inferencex": 1.0, None: 0.5}  # how other load generators start is not published
 PULL = 3.0
@@ -78,7 +87,8 @@ def find_amounts(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     limits = ("max_batched_tokens", "max_seqs", "memory_fraction", "interval")
     engine = engine._replace(**{name: row[name] for name in limits if row[name] is not None})
     kv_cache = row["kv_cache"] or engine.cache_of.get(row["weights"])
-    traffic = Traffic(row["input_len"], row["output_len"], row["concurrency"], None, (), row["benchmark"], 0)
+    prompt, answer = (Lengths(row[name], row[name]) for name in ("input_len", "output_len"))
+    traffic = Traffic(prompt, answer, row["concurrency"], None, (), row["benchmark"])
     room = find_room(load_model(row["model"], row["weights"], kv_cache), layout, device, engine, traffic.tokens)
     most = engine.max_batched_tokens + 2048
     costs = load_costs(row["model"], row["weights"], kv_cache, row["device"], layout, most, engine.id)

@@ -2,8 +2,8 @@
 
     python benchmarks/serving_kernels.py FOLDER          FOLDER holds one folder of tables a system (a100_sxm, …)
 
-A kernel takes floor + (compute³ + memory³)^(1/3) seconds. Rates are stored as shares of the device's peak and bandwidth,
-so that a device without tables can borrow those of its generation. Prints how far each fit lies from its rows.
+A kernel takes floor + (compute³ + memory³)^(1/3) seconds. Rates are stored as shares of the device's peak and
+bandwidth, so that a device without tables can borrow those of its generation. Prints how far fits lie from their rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from flopcalc.server.step import ROUTED_MOVES, TILE, count_distinct
 
 # Our format -> theirs, bytes of a number, and the format that is computed in.
 FORMATS = {"bf16": ("bfloat16", 2.0, "bf16"), "fp8": ("fp8", 1.0, "fp8"), "fp8-block": ("fp8_block", 1.0, "fp8"),
-           "nvfp4": ("nvfp4", 0.5625, "nvfp4"), "int4": ("int4_wo", 0.52, "bf16"), "mxfp4": ("w4a16_mxfp4", 0.53, "bf16"),
+           "nvfp4": ("nvfp4", 0.5625, "nvfp4"), "int4": ("int4_wo", 0.52, "bf16"),
+           "mxfp4": ("w4a16_mxfp4", 0.53, "bf16"),
            "mxfp4-fp8": ("w4a8_mxfp4_mxfp8", 0.53, "fp8")}  # fmt: skip
 LEAST_ROWS = 40
 SIZES = [2**power for power in range(10, 31, 2)]  # bytes of a sum over ranks
@@ -48,7 +49,9 @@ def fit(seconds: np.ndarray, flops: np.ndarray, moved: np.ndarray, peak: float, 
     return [round(compute / peak, 4), round(memory / bandwidth, 4), round(float(floor), 7)]
 
 
-def collect(rows: Iterator[dict[str, str]], key: str, read: Callable[[dict[str, str]], tuple[float, ...] | None]) -> dict[str, np.ndarray]:
+def collect(
+    rows: Iterator[dict[str, str]], key: str, read: Callable[[dict[str, str]], tuple[float, ...] | None]
+) -> dict[str, np.ndarray]:
     """What is read of each row, and its seconds, by the value of a column."""
     found: dict[str, list[tuple[float, ...]]] = {}
     for row in rows:
@@ -90,7 +93,12 @@ def make_device(folder: Path, device_id: str) -> dict[str, Any]:
                 flops = 6 * (rows + TILE * reached) * hidden * width
                 moved = 3 * reached * hidden * width * size + 2 * rows * (ROUTED_MOVES * hidden + 3 * width)
                 found["experts"].setdefault(flow, {})[name] = fit(
-                    seconds, flops, moved, peaks[name], bandwidth, f"{device_id} {flow} experts {name}",
+                    seconds,
+                    flops,
+                    moved,
+                    peaks[name],
+                    bandwidth,
+                    f"{device_id} {flow} experts {name}",
                     0.1 if name in ("int4", "mxfp4") else 0.8,
                 )
 
@@ -109,7 +117,9 @@ def make_device(folder: Path, device_id: str) -> dict[str, Any]:
                               ("latent", "mla-trtllm-generation_mla", read_latent)):  # fmt: skip
         for name, (flops, moved, seconds) in collect(read_rows(folder, table), "kv_cache_dtype", read).items():
             ours, size = ("bf16", 2) if name == "bfloat16" else ("fp8", 1)
-            found[kind][ours] = fit(seconds, flops, size * moved, peaks["bf16"], bandwidth, f"{device_id} {kind} {ours}")
+            found[kind][ours] = fit(
+                seconds, flops, size * moved, peaks["bf16"], bandwidth, f"{device_id} {kind} {ours}"
+            )
     for row in read_rows(folder, "comm-vllm-custom_allreduce"):
         size = 2 * int(row["message_size"])
         if row["backend"] == "vllm_graph" and size in SIZES:
@@ -127,7 +137,9 @@ def main() -> None:
         "devices": {device: make_device(folder / name, device) for name, (device, _) in SYSTEMS.items()},
     }
     path = Path(find_data_dir()) / "serving_kernels.json"
-    path.write_text(json.dumps(data, indent=None, separators=(", ", ": ")).replace('}, "', '},\n"') + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(data, indent=None, separators=(", ", ": ")).replace('}, "', '},\n"') + "\n", encoding="utf-8"
+    )
     print(f"{path.name}: {path.stat().st_size:,} bytes")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from flopcalc.base.text_table import format_grid, wrap
 from flopcalc.base.units import format_bytes, format_seconds
@@ -33,7 +34,10 @@ def format_answer(found: ServingAnswer) -> str:
             )
         parts = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items() if share >= 0.005)
         lines += wrap(f"time goes: {parts}", rest="  ")
-        lines.append(f"evidence: {found.evidence}")
+        lines.append(f"MFU {found.use['mfu']:.1%}, bandwidth {found.use['bandwidth']:.0%}; evidence: {found.evidence}")
+        lines += wrap(f"what helps most: {found.advice}", rest="  ")
+        lines += _describe_objectives(found)
+        lines += wrap(f"start it: {found.command}", rest="  ")
     for note in found.notes:
         lines += wrap(f"note: {note}", rest="  ")
     return "\n".join(lines)
@@ -42,30 +46,58 @@ def format_answer(found: ServingAnswer) -> str:
 def format_curve(answers: Sequence[ServingAnswer]) -> str:
     """A row for each concurrency."""
     lines = [*wrap(_describe(answers[0], has_load=False), rest="  "), *_describe_room(answers[0]), ""]
-    rows = []
-    for found in answers:
-        cells = [f"{found.traffic.concurrency:,}"]
-        for key in _LATENCIES:
-            cells.append(format_seconds(found.times[key].mid) if key in found.times else "-")
-        for key in ("tokens_per_s", "tokens_per_s_per_gpu"):
-            cells.append(f"{found.times[key].mid:,.0f}" if key in found.times else "-")
-        cells.append("-" if found.usd is None else f"{found.usd['per_million_output_tokens']:,.3g}")
-        rows.append(cells)
-    headers = ["concurrency", "TTFT", "TPOT", "end to end", "tokens/s", "per GPU", "$ per 1M output"]
-    lines += [format_grid(headers, rows, keys=1), ""]
+    cells = [make_cells(found) for found in answers]
+    rows = [[f"{found.traffic.concurrency:,}", *each.values()] for found, each in zip(answers, cells, strict=True)]
+    lines += [format_grid(["concurrency", *cells[0]], rows, keys=1), ""]
     for note in dict.fromkeys(note for found in answers for note in found.notes):
         lines += wrap(f"note: {note}", rest="  ")
     return "\n".join(lines)
+
+
+def make_cells(found: ServingAnswer) -> dict[str, str]:
+    """One row of a curve by its headers."""
+    cells = [format_seconds(found.times[key].mid) if key in found.times else "-" for key in _LATENCIES]
+    for key in ("tokens_per_s", "tokens_per_s_per_gpu"):
+        cells.append(f"{found.times[key].mid:,.0f}" if key in found.times else "-")
+    cells.append("-" if found.usd is None else f"{found.usd['per_million_output_tokens']:,.3g}")
+    return dict(zip(("TTFT", "TPOT", "end to end", "tokens/s", "per GPU", "$ per 1M output"), cells, strict=True))
+
+
+def format_audit(path: str, found: Sequence[dict[str, Any]]) -> str:
+    """Rows that break physics, one line each."""
+    marked = [row for row in found if row["faults"]]
+    lines = [f"{path}: {len(found):,} rows, {len(marked):,} marked"]
+    return "\n".join([*lines, *(f"line {row['line']}, {row['model']}: {'; '.join(row['faults'])}" for row in marked)])
+
+
+def _describe_objectives(found: ServingAnswer) -> list[str]:
+    if found.objectives is None:
+        return []
+    lines = []
+    unit = "requests/s" if found.objectives["load"] == "requests_per_s" else "requests in flight"
+    for key, name in (("ttft_s", "time to first token"), ("itl_s", "between tokens")):
+        if key in found.objectives:
+            each = found.objectives[key]
+            state = "met" if each["met"] else "missed"
+            value = "-" if each["value_s"] is None else format_seconds(each["value_s"])
+            lines.append(f"objective, {name} {format_seconds(each['limit_s'])} at {each['at']}: {state} ({value}); "
+                         f"holds up to {each['most_load']:,.4g} {unit}")  # fmt: skip
+    needed = found.objectives["gpus_needed"]
+    lines.append(f"goodput: {found.objectives['goodput_tokens_per_s']:,.0f} tokens/s; GPUs for this load: "
+                 f"{needed or 'no number of copies meets the objectives'}")  # fmt: skip
+    return [line for text in lines for line in wrap(text, rest="  ")]
 
 
 def _describe(found: ServingAnswer, has_load: bool = True) -> str:
     layout, traffic = found.layout, found.traffic
     degrees = " ".join(f"{name} {degree}" for name, degree in layout._asdict().items() if degree > 1) or "one GPU"
     version = f" {found.engine.version}" if found.engine.version else ""
-    where = f"{found.model}, {found.engine.name}{version} on {layout.gpus} × {found.device.name} ({degrees})"
+    where = f"{found.model}, {found.engine.name}{version} on {found.gpus} × {found.device.name} ({degrees})"
     if traffic.requests:
         return f"{where}: {len(traffic.requests):,} requests of a file"
-    lengths = f"{where}: {traffic.input:,} tokens in, {traffic.output:,} out"
+    lengths = f"{where}: {traffic.input} tokens in, {traffic.output} out"
+    if any(traffic.workers):
+        lengths += f", {traffic.workers[0]} workers for prompts, {traffic.workers[1]} for decodes"
     if not has_load:
         return lengths
     load = f"{traffic.rate:g} requests/s" if traffic.rate is not None else f"concurrency {traffic.concurrency:,}"

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from flopcalc.base.data import find_data_dir, list_data_files, load_toml
@@ -39,6 +40,10 @@ class Engine(NamedTuple):
     cache_of: Mapping[str, str]  # format of weights -> format of the cache that checkpoints of it ask for
     interval: int = 1
     wait: int = 0
+    logit_bytes: float = 6.0  # that a trial step's sampler holds for each logit
+    command: str = "{model}"
+    kv_names: Mapping[str, str] = MappingProxyType({})  # our name of a cache's format -> the engine's
+    switches: Mapping[str, str] = MappingProxyType({})  # field above one -> a flag without a value
 
     def make_policy(self, cache_tokens: float) -> Policy:
         return Policy(self.max_batched_tokens, self.max_seqs, cache_tokens, self.mixes, self.chunks, self.reserves,
@@ -87,6 +92,8 @@ def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None
             table["budget"], table["overhead_gib"], table["rank_gib"], release["graph_gib"], table["block_size"],
             limits["max_batched_tokens"], limits["max_seqs"], fraction, table["flags"], table.get("cache_of", {}),
             wait=table.get("benchmark", {}).get(benchmark, {}).get("dp_wait", 0) if dp > 1 else 0,
+            logit_bytes=release.get("logit_bytes", 6.0), command=table["command"],
+            kv_names=table.get("kv_names", {}), switches=table.get("switches", {}),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError) as error:
         raise SpecError(f"model_specs/engines/{name}.toml: {error} is wrong or missing") from None

@@ -76,10 +76,10 @@ def find_room(model: ServedModel, layout: Deployment, device: Device, engine: En
     widest = max(cut_weight(weight, layout)[0] for weight in model.weights if weight.experts == 1)
     routed = max((each.active * (cut_weight(each, layout)[0] + each.k) for each in model.weights if each.experts > 1),
                  default=0)  # fmt: skip
-    # A trial step: streams of the residual's width, the widest product and its activation function, logits in fp32.
+    # A trial step: streams of the residual's width, the widest product and its activation function, logits.
     activations = 2.0 * engine.max_batched_tokens * (4 * model.hidden + 1.5 * max(widest, routed))
     if model.head is not None:
-        activations += 6.0 * min(engine.max_seqs, engine.max_batched_tokens) * model.head.n
+        activations += engine.logit_bytes * min(engine.max_seqs, engine.max_batched_tokens) * model.head.n
     activations += _GIB * (engine.overhead_gib + engine.graph_gib + engine.rank_gib * (layout.gpus > 1))
     if engine.budget == "free":
         cache = engine.memory_fraction * (total - weights - activations)

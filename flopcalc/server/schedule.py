@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.server.step import StepCosts
+
+
+class Request(NamedTuple):
+    """Lengths of a request, and when it comes; None: as soon as another ends."""
+
+    input: int
+    output: int
+    arrival_s: float | None = None
+    cached: int = 0  # tokens of the prompt that the cache holds already
 
 
 class Policy(NamedTuple):
@@ -21,15 +31,10 @@ class Policy(NamedTuple):
     reserves: bool = False  # a request is let in only if the cache holds all that it may come to
     interval: int = 1  # steps between two looks for new requests
     wait: int = 0  # steps for which a prompt waits for others while decodes run
+    per_step: float = 1.0  # tokens of a sequence that a decode step gives, with speculation
 
-
-class Request(NamedTuple):
-    """Lengths of a request, and when it comes; None: as soon as another ends."""
-
-    input: int
-    output: int
-    arrival_s: float | None = None
-    cached: int = 0  # tokens of the prompt that the cache holds already
+    def count_steps(self, request: Request) -> int:
+        return math.ceil((request.output - 1) / self.per_step)
 
 
 class Served(NamedTuple):
@@ -56,7 +61,8 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
     arrived: list[Any] = [None] * len(requests)
     first: list[Any] = [None] * len(requests)
     last: list[Any] = [None] * len(requests)
-    count = keys = decodes = steps = 0
+    count = decodes = steps = 0
+    keys = 0.0
     gaps: list[tuple[Any, int]] = []
     stall = costs.zero  # since the last decode, where prompts run alone
     reserved = 0.0
@@ -102,7 +108,7 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
             clock, steps = clock + taken, steps + 1
             if has_decodes:
                 gaps.append((taken, decodes))
-                count, keys = count + 1, keys + decodes
+                count, keys = count + 1, keys + decodes * policy.per_step
             elif decodes:
                 stall = stall + taken
         elif decodes:
@@ -122,7 +128,7 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
             if ahead > 1:
                 gaps.append((taken * (1 / ahead), decodes * (ahead - 1)))
             clock, stall = clock + taken, costs.zero
-            count, keys, steps = count + ahead, keys + decodes * ahead, steps + ahead
+            count, keys, steps = count + ahead, keys + decodes * ahead * policy.per_step, steps + ahead
         elif is_open and following < len(requests):
             clock = max(clock, requests[following].arrival_s or 0.0)
             continue
@@ -133,7 +139,7 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
             request = requests[number]
             first[number] = clock + costs.prompt
             if request.output > 1:
-                heapq.heappush(due, (count + request.output - 1, number))
+                heapq.heappush(due, (count + policy.count_steps(request), number))
                 keys, decodes = keys + request.input + 1, decodes + 1
             else:
                 last[number] = first[number]
@@ -143,7 +149,8 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
             _, number = heapq.heappop(due)
             request = requests[number]
             last[number] = clock + costs.prompt
-            keys, decodes, ended = keys - request.input - request.output, decodes - 1, ended + 1
+            keys -= request.input + 1 + policy.count_steps(request) * policy.per_step
+            decodes, ended = decodes - 1, ended + 1
             reserved -= request.input + request.output
         if not is_open:
             bring(ended)

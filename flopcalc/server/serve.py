@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import csv
-import math
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError, format_value
+from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, parse_size
-from flopcalc.hardware.devices import Device, find_device
+from flopcalc.hardware.devices import Device, find_device, find_format_peak
 from flopcalc.planning.money import find_price
+from flopcalc.planning.network import find_interconnect
 from flopcalc.server.engines import Engine, find_engine, read_flags
 from flopcalc.server.fitted import Weights, find_weights
 from flopcalc.server.kv import Room, find_longest, find_room
 from flopcalc.server.kv import to_dict as show_cache
+from flopcalc.server.launch import write_command
 from flopcalc.server.power import MeanStep, find_server_watts
 from flopcalc.server.schedule import Request, Run, simulate
 from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel
+from flopcalc.server.traffic import Traffic, make_requests, read_share, read_traffic
 from flopcalc.setup.counting import bind_setup
 from flopcalc.setup.setup import Setup
 
-BENCHMARKS = ("inferencex",)
-_LEAST = 0.8  # InferenceX draws lengths from 80 to 100 % of the nominal ones
-_WAVES = 10  # and sends ten requests a slot
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs of the layouts that are looked at for the smallest that fits
 _SHOWN = ("p50", "p90", "p95", "p99")
-_OPEN_REQUESTS = 600  # of a simulation with arrivals; the first fifth is left out
+_MOST_LOAD = 1 << 14  # requests in flight that objectives are looked for
 HOST = ("step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors")
 # What a reader calls a class of work.
 _NAMES = {"dense": "weights", "math": "products", "experts": "experts", "kv": "KV cache", "sums": "collectives",
           "attention": "prompt attention", "tokens": "norms and casts"}  # fmt: skip
+
+
+Weighted = list[tuple[float, float]]
 
 
 class Estimated(NamedTuple):
@@ -45,22 +46,6 @@ class Estimated(NamedTuple):
 
     def to_dict(self) -> dict[str, float | None]:
         return {"low": self.low, "mid": self.mid, "high": self.high}
-
-
-class Traffic(NamedTuple):
-    """What is asked of the server."""
-
-    input: int
-    output: int
-    concurrency: int | None
-    rate: float | None
-    requests: tuple[Request, ...]  # of a file
-    benchmark: str | None
-    cached: int
-
-    @property
-    def tokens(self) -> int:
-        return max((each.input + each.output for each in self.requests), default=self.input + self.output)
 
 
 class ServingAnswer(NamedTuple):
@@ -82,12 +67,20 @@ class ServingAnswer(NamedTuple):
     usd: dict[str, float] | None
     price: str
     notes: tuple[str, ...]
+    command: str = ""
+    use: Mapping[str, float] = MappingProxyType({})  # mfu, bandwidth
+    objectives: dict[str, Any] | None = None
+    advice: str = ""
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.gpus * (sum(self.traffic.workers) or 1)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("ttft_s", "tpot_s", "e2e_s", "tokens_per_s", "tokens_per_s_per_gpu", "power_w")
         return {
             "schema": 1, "model": self.model, "engine": self.engine.id, "engine_version": self.engine.version or None,
-            "device": self.device.id, "gpus": self.layout.gpus, "layout": self.layout._asdict(), "fits": self.fits,
+            "device": self.device.id, "gpus": self.gpus, "layout": self.layout._asdict(), "fits": self.fits,
             "evidence": self.evidence,
             **{name: self.times[name].to_dict() if name in self.times else None for name in names},
             "percentiles": self.percentiles or None,
@@ -98,7 +91,9 @@ class ServingAnswer(NamedTuple):
             "smallest_layout": self.smallest._asdict() if self.smallest is not None else None,
             "limits": {"max_batched_tokens": self.engine.max_batched_tokens, "max_seqs": self.engine.max_seqs,
                        "memory_fraction": self.engine.memory_fraction},
-            "time_shares": self.shares or None,
+            "time_shares": self.shares or None, "mfu": self.use.get("mfu"),
+            "bandwidth_utilization": self.use.get("bandwidth"), "concurrency": self.traffic.concurrency,
+            "objectives": self.objectives, "advice": self.advice or None, "command": self.command or None,
             "usd": self.usd, "price_source": self.price or None, "notes": list(self.notes),
         }  # fmt: skip
 
@@ -115,9 +110,11 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     if formats.kv_cache is None and asked != "auto":
         formats = formats.replace(kv_cache="fp8" if asked.startswith("fp8") else asked)
     model = read_model(bind_setup(setup.replace(formats=formats), "model", notes))
-    traffic = _read_traffic(setup, model)
+    traffic = read_traffic(setup, model)
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
-    engine = _set_limits(find_engine(_name_engine(setup), device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags)
+    engine = _set_limits(
+        find_engine(_name_engine(setup), device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags
+    )
     room = find_room(model, layout, device, engine, traffic.tokens)
     longest, smallest = find_longest(model, layout, room), _find_smallest(model, device, engine, traffic.tokens)
     answer = ServingAnswer(
@@ -126,6 +123,8 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     if not room.fits:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
+    cache = "fp8" if model.cache_bytes < 2 else "auto"
+    answer = answer._replace(command=write_command(model.name, engine, layout, cache))
     weights = find_weights(model.name, engine.id, engine.version, device.id)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id))
     return _time(answer._replace(evidence=weights.evidence), setup, step, weights, notes)
@@ -152,79 +151,8 @@ def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
             changes[name] = setup.get(name)
     share = setup.get("memory_fraction", flags.get("memory_fraction"))
     if share is not None:
-        changes["memory_fraction"] = _read_share(share, "memory_fraction")
+        changes["memory_fraction"] = read_share(share, "memory_fraction")
     return engine._replace(**changes)
-
-
-def _read_share(value: Any, name: str) -> float:
-    """0.9 or 90%."""
-    try:
-        text = str(value).strip()
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1:
-        raise WorkloadError(f"{spell(name)} is a share between 0 and 1, such as 0.9 or 90%, not {format_value(value)}")
-    return share
-
-
-def _read_traffic(setup: Setup, model: ServedModel) -> Traffic:
-    concurrency, rate, file = setup.get("concurrency"), setup.get("rate"), setup.get("requests")
-    loads = [name for name in ("concurrency", "rate", "requests") if setup.get(name) is not None]
-    if len(loads) > 1:
-        raise WorkloadError(f"{' and '.join(map(spell, loads))} each say the load: give one")
-    benchmark = setup.get("benchmark")
-    if benchmark is not None and concurrency is None:
-        raise WorkloadError(f"{spell('benchmark', benchmark)} keeps requests in flight: give {spell('concurrency')}")
-    lengths = {name: setup.get(name) for name in ("input_len", "output_len")}
-    if file is not None:
-        if any(value is not None for value in lengths.values()):
-            raise WorkloadError(f"{spell('requests')} says the lengths: leave input_len and output_len out")
-        requests = _read_requests(file)
-        return Traffic(0, 0, None, None, requests, None, 0)
-    for name, value in lengths.items():
-        if value is None:
-            raise WorkloadError(f"serving needs {spell(name, 'N')}: tokens of a request")
-    if model.longest and lengths["input_len"] + lengths["output_len"] > model.longest:
-        raise WorkloadError(
-            f"{lengths['input_len']:,} + {lengths['output_len']:,} tokens are more than the {model.longest:,} "
-            f"positions of {model.name}"
-        )
-    hit = setup.get("prefix_hit")
-    cached = 0
-    if hit is not None:
-        is_share = str(hit).endswith("%") or "." in str(hit)
-        cached = (
-            round(_read_share(hit, "prefix_hit") * lengths["input_len"])
-            if is_share
-            else parse_size(hit, "prefix_hit", 0)
-        )
-        cached = min(cached, lengths["input_len"] - 1)  # the last token is always computed
-    if concurrency is None and rate is None:
-        concurrency = 1
-    return Traffic(lengths["input_len"], lengths["output_len"], concurrency, rate, (), benchmark, cached)
-
-
-def _read_requests(path: str) -> tuple[Request, ...]:
-    """A CSV file of arrival_s,input,output."""
-    found = []
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file), 2):
-                try:
-                    request = Request(int(row["input"]), int(row["output"]), float(row["arrival_s"]))
-                except (KeyError, TypeError, ValueError):
-                    raise WorkloadError(
-                        f"{path}: line {number} is not arrival_s,input,output, as 0.5,1024,128"
-                    ) from None
-                if request.input < 1 or request.output < 1 or not 0 <= (request.arrival_s or 0.0) < math.inf:
-                    raise WorkloadError(f"{path}: line {number}: lengths start at 1, arrivals at 0 seconds")
-                found.append(request)
-    except OSError as error:
-        raise WorkloadError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if not found:
-        raise WorkloadError(f"{path}: has no requests; its lines are arrival_s,input,output")
-    return tuple(sorted(found, key=lambda each: each.arrival_s or 0.0))
 
 
 def _choose_layout(
@@ -300,54 +228,189 @@ def _explain_fit(answer: ServingAnswer) -> str:
 
 
 # --- times ------------------------------------------------------------------------------------------------------------
+class Load(NamedTuple):
+    """What a simulation of one load says."""
+
+    traffic: Traffic
+    requests: list[Request]
+    shares: list[float]
+    run: Run
+    kept: dict[str, Weighted]
+    is_full: bool
+
+    def mean(self, name: str) -> float:
+        return _mean(self.kept[name])
+
+
+def _run_load(answer: ServingAnswer, costs: StepCosts, traffic: Traffic) -> Load:
+    speculation = traffic.speculation
+    policy = answer.engine.make_policy(answer.room.cache / answer.room.request * traffic.tokens)
+    policy = policy._replace(per_step=speculation.tokens if speculation is not None else 1.0)
+    requests, slots, shares = make_requests(traffic, answer.layout)
+    run = simulate(costs, policy, requests, slots)
+    is_full = (traffic.rate is not None or bool(traffic.requests)) and _is_saturated(run, requests)
+    return Load(traffic, requests, shares, run, _keep(run, requests, shares), is_full)
+
+
+def _settle_users(run: Callable[[Traffic], Load], traffic: Traffic) -> Load:
+    """Users who think between requests: those in flight are the users times the share of time that they wait."""
+    low, high = 1, traffic.users
+    while low < high:  # more in flight wait longer, so the share grows with what is tried: one point is its own answer
+        middle = (low + high + 1) // 2
+        waits = run(traffic._replace(concurrency=middle)).mean("e2e_s")
+        low, high = (middle, high) if traffic.users * waits / (waits + traffic.think_s) >= middle else (low, middle - 1)
+    return run(traffic._replace(concurrency=low))
+
+
+def _split_workers(answer: ServingAnswer, costs: StepCosts, step: StepModel, traffic: Traffic) -> Load:
+    """Separate workers: prompts queue for the first kind, their keys are sent, the second kind decodes alone."""
+    prefill, decode = traffic.workers
+    each = max(1, -(-(traffic.concurrency or 1) // decode))
+    # A decode worker finds all of a prompt but its last token in the cache that was sent to it.
+    own = _run_load(answer, costs, traffic._replace(concurrency=each, cached=traffic.input.high - 1))
+    mean = sum(request.input for request in own.requests) / len(own.requests)
+    alone = costs.run([(round(mean - traffic.cached), traffic.cached)], 0, 0.0) + costs.prompt
+    net = step.rates.net or find_interconnect(None, answer.device.id)
+    link = net.across or net.inside[-1][1]
+    sent = mean * answer.room.bytes_per_token / link
+    decoding = own.mean("e2e_s") - own.mean("ttft_s")
+    wait = 0.0
+    for _ in range(60):  # requests in flight and the queue for prompts settle
+        busy = min(0.999, (traffic.concurrency or 1) / (alone + wait + sent + decoding) * alone / prefill)
+        # All wait for all at once at most; a queue of regular service otherwise.
+        longest = alone * max(0.0, (traffic.concurrency or 1) / prefill - 1)
+        wait = 0.5 * wait + 0.5 * min(longest, alone * busy / (2 * (1 - busy)))
+    first = alone + wait + sent
+    kept = {
+        "ttft_s": [(first, share) for _, share in own.kept["ttft_s"]],
+        "e2e_s": [(first + e2e - ttft, share) for (e2e, share), (ttft, _) in
+                  zip(own.kept["e2e_s"], own.kept["ttft_s"], strict=True)],
+        "tpot_s": own.kept["tpot_s"], "itl_s": own.kept["itl_s"],
+    }  # fmt: skip
+    return own._replace(traffic=traffic, kept=kept)
+
+
 def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights, notes: list[str]) -> ServingAnswer:
     engine, layout, traffic, room = answer.engine, answer.layout, answer.traffic, answer.room
-    costs = StepCosts(step, weights.weigh, engine.max_batched_tokens + 2048)
-    policy = engine.make_policy(room.cache / room.request * traffic.tokens)
-    requests, slots, shares = make_requests(traffic, layout)
-    run = simulate(costs, policy, requests, slots)
-    kept = _keep(run, requests, shares)
+    drafts = traffic.speculation.drafts if traffic.speculation is not None else 0
+    costs = StepCosts(step, weights.weigh, engine.max_batched_tokens + 2048 * (1 + drafts), drafts)
+
+    def run(asked: Traffic) -> Load:
+        return _split_workers(answer, costs, step, asked) if any(asked.workers) else _run_load(answer, costs, asked)
+
+    load = _settle_users(run, traffic) if traffic.users else run(traffic)
+    traffic = load.traffic
+    if traffic.users:
+        notes.append(f"{traffic.users:,} users who think for {traffic.think_s:g} s keep {traffic.concurrency:,} "
+                     "requests in flight")  # fmt: skip
+    requests, shares = load.requests, load.shares
     if traffic.concurrency is not None:
-        most = room.max_concurrency * layout.replicas
-        if traffic.concurrency > min(most, policy.max_seqs * layout.replicas):
+        most = room.max_concurrency * layout.replicas * (traffic.workers[1] or 1)
+        if traffic.concurrency > min(most, engine.max_seqs * layout.replicas * (traffic.workers[1] or 1)):
             notes.append(f"the cache holds about {most:,} requests of this length at once: others wait")
-    is_full = False
-    if traffic.rate is not None or traffic.requests:
-        is_full = _is_saturated(run, requests)
-        if is_full:
-            notes.append("the load is more than the server can take: waiting times grow without bound")
-    means = {name: _mean([(value, share) for value, share in kept[name]]) for name in kept if kept[name]}
+    if load.is_full:
+        notes.append("the load is more than the server can take: waiting times grow without bound")
+    means = {name: _mean(values) for name, values in load.kept.items() if values}
     times = {
-        name: _widen(weights, name, means[name], is_full and name != "tpot_s") for name in means if name != "itl_s"
+        name: _widen(weights, name, means[name], load.is_full and name != "tpot_s") for name in means if name != "itl_s"
     }
     outputs = _mean([(float(each.output), share) for each, share in zip(requests, shares, strict=True)])
+    inputs = _mean([(float(each.input), share) for each, share in zip(requests, shares, strict=True)])
     if traffic.concurrency is not None:
         rate = traffic.concurrency * outputs / means["e2e_s"]
     else:
-        rate = sum(each.output for each in requests) / run.clock * layout.replicas
+        rate = sum(each.output for each in requests) / load.run.clock * layout.replicas
     low, high = weights.intervals["tpot_s"]
     times["tokens_per_s"] = Estimated(rate / high, rate, rate / low)
-    times["tokens_per_s_per_gpu"] = Estimated(*(value / layout.gpus for value in (rate / high, rate, rate / low)))
-    by_class = _split(step, run, requests, weights)
-    mean = _find_mean(run, requests, sum(by_class.values()))
+    times["tokens_per_s_per_gpu"] = Estimated(*(value / answer.gpus for value in (rate / high, rate, rate / low)))
+    by_class = _split(step, load.run, requests, weights)
+    mean = _find_mean(load.run, requests, sum(by_class.values()))
     power = find_server_watts(step.model, layout, answer.device, mean)
     if power is not None:
-        times["power_w"] = Estimated(*power)
+        times["power_w"] = Estimated(*(watts * answer.gpus / layout.gpus for watts in power))
     price = find_price(answer.device, setup.get("price"))
     usd = None
     if price is not None:
-        hour = layout.gpus * price.usd_per_gpu_hour
-        inputs = _mean([(float(each.input), share) for each, share in zip(requests, shares, strict=True)])
+        hour = answer.gpus * price.usd_per_gpu_hour
         each = hour / 3600 / rate
         usd = {"per_hour": hour, "per_million_output_tokens": 1e6 * each,
                "per_million_tokens": 1e6 * each * outputs / (inputs + outputs)}  # fmt: skip
     if weights.evidence != "pairing":
         notes.append(_EVIDENCE[weights.evidence])
-    percentiles = {name: _find_percentiles(values) for name, values in kept.items() if values}
-    return answer._replace(
-        times=times, percentiles=percentiles, shares=_name_shares(by_class), usd=usd,
-        price=price.source if price is not None else "", notes=tuple(dict.fromkeys(notes)),
+    found = answer._replace(
+        traffic=traffic, times=times, percentiles={name: _find_percentiles(values) for name, values in
+                                                   load.kept.items() if values},
+        shares=_name_shares(by_class), usd=usd, price=price.source if price is not None else "",
     )  # fmt: skip
+    decodes = max(1.0, rate / (layout.replicas * (traffic.workers[1] or 1)) * means.get("tpot_s", means["e2e_s"]))
+    seconds = sum(by_class.values())
+    flops = step.count_flops() * rate / outputs * (inputs - traffic.cached + outputs)
+    peak = find_format_peak(answer.device.id, max((each.compute for each in step.model.weights), default="") or "bf16")
+    return found._replace(
+        use={"mfu": flops / (answer.gpus * peak[0]),
+             "bandwidth": step.count_bytes(decodes, decodes * (inputs + outputs / 2)) / seconds / step.rates.bandwidth},
+        objectives=_judge(found, load, run, rate) if traffic.objectives else None,
+        advice=_advise(found, step.model), notes=tuple(dict.fromkeys(notes)),
+    )  # fmt: skip
+
+
+def _meets(load: Load, names: Sequence[str]) -> bool:
+    limits = dict(load.traffic.objectives)
+    found = {name: _find_percentiles(load.kept[name]) for name in names if load.kept[name]}
+    return not load.is_full and all(found[name][limits[name].at] <= limits[name].limit_s for name in found)
+
+
+def _judge(answer: ServingAnswer, load: Load, run: Callable[[Traffic], Load], rate: float) -> dict[str, Any]:
+    """Whether each objective is met, the load at which it breaks, goodput, and the GPUs that the load needs."""
+    traffic, limits = load.traffic, dict(load.traffic.objectives)
+    is_rate = traffic.rate is not None
+
+    def find_most(names: Sequence[str]) -> float:
+        """The largest load that keeps these objectives; 0: none does."""
+        low, high = 0.0, (traffic.rate or 0.0) if is_rate else 1.0
+        while _meets(run(_set_load(traffic, high)), names):
+            low, high = high, 2 * high
+            if high > _MOST_LOAD:
+                return low
+        while high - low > (0.02 * high if is_rate else max(1.0, 0.02 * high)):
+            middle = (low + high) / 2 if is_rate else float(int(low + high) // 2)
+            low, high = (middle, high) if _meets(run(_set_load(traffic, middle)), names) else (low, middle)
+        return low
+
+    found: dict[str, Any] = {}
+    for name, limit in limits.items():
+        value = answer.percentiles.get(name, {}).get(limit.at)
+        found[name] = {"limit_s": limit.limit_s, "at": limit.at, "value_s": value,
+                       "met": _meets(load, [name]), "most_load": find_most([name])}  # fmt: skip
+    good = [share for (ttft, share), (e2e, _), request in
+            zip(load.kept["ttft_s"], load.kept["e2e_s"], load.requests, strict=True)
+            if ("ttft_s" not in limits or ttft <= limits["ttft_s"].limit_s)
+            and ("itl_s" not in limits or e2e - ttft <= limits["itl_s"].limit_s * (request.output - 1))]  # fmt: skip
+    most = min(each["most_load"] for each in found.values())
+    asked = traffic.rate if traffic.rate is not None else float(traffic.concurrency or 1)
+    copies = -(-asked // most) if most else 0
+    return {**found, "load": "requests_per_s" if is_rate else "concurrency", "most_load": most,
+            "goodput_tokens_per_s": rate * sum(good) / sum(load.shares),
+            "gpus_needed": int(copies) * answer.gpus or None}  # fmt: skip
+
+
+def _set_load(traffic: Traffic, load: float) -> Traffic:
+    return traffic._replace(rate=load) if traffic.rate is not None else traffic._replace(concurrency=round(load))
+
+
+def _advise(answer: ServingAnswer, model: ServedModel) -> str:
+    """The change that helps most, by the largest part of a step."""
+    part, share = next(iter(answer.shares.items()))
+    changes = {
+        "KV cache": "an fp8 cache halves it" if model.cache_bytes >= 2 else "shorter contexts or more GPUs cut it",
+        "weights": "narrower weights or more requests at once spread it over more tokens",
+        "experts": "more requests at once spread it over more tokens; narrower weights cut it",
+        "collectives": "fewer GPUs per replica, with more replicas, cut it",
+        "host and launches": "more requests at once, or fewer GPUs per replica, spread it over more tokens",
+        "products": "a narrower compute format, prefix caching or separate workers for prompts cut it",
+        "prompt attention": "prefix caching or separate workers for prompts cut it",
+    }
+    return f"{part}, {share:.0%} of a step: {changes.get(part, 'more requests at once spread it')}"
 
 
 _EVIDENCE = {
@@ -355,35 +418,6 @@ _EVIDENCE = {
     "engine": "nothing was measured on this GPU with this engine: the interval is that of a GPU never seen",
     "data sheet": "neither this GPU's generation nor its engine was measured: the interval is wide",
 }
-
-
-def make_requests(traffic: Traffic, layout: Deployment) -> tuple[list[Request], int, list[float]]:
-    """Requests of one replica, its slots, and each request's share of the means."""
-    replicas = layout.replicas
-    draw = random.Random(0)
-    if traffic.requests:
-        own = list(traffic.requests[::replicas])
-        return own, 0, [1.0] * len(own)
-    if traffic.rate is not None:
-        clock, own = 0.0, list[Request]()
-        for _ in range(_OPEN_REQUESTS):
-            clock += draw.expovariate(traffic.rate / replicas)
-            own.append(Request(traffic.input, traffic.output, clock, traffic.cached))
-        first = _OPEN_REQUESTS // 5
-        return own, 0, [0.0] * first + [1.0] * (_OPEN_REQUESTS - first)
-    slots = max(1, -(-(traffic.concurrency or 1) // replicas))
-    waves = _WAVES if slots <= 32 else 6 if slots <= 128 else 4
-    least = 1.0 if traffic.benchmark is None else _LEAST
-    own = []
-    for _ in range(slots * waves):
-        size, output = (max(1, round(each * draw.uniform(least, 1))) for each in (traffic.input, traffic.output))
-        own.append(Request(size, output, None, min(traffic.cached, size - 1)))
-    # Fewer waves are simulated than run: the first, in which all wait for all, keeps its weight of one tenth.
-    share, others = 1 / _WAVES, (1 - 1 / _WAVES) / (waves - 1)
-    return own, slots, [share] * slots + [others] * (len(own) - slots)
-
-
-Weighted = list[tuple[float, float]]
 
 
 def _keep(run: Run, requests: Sequence[Request], shares: Sequence[float]) -> dict[str, Weighted]:

@@ -17,13 +17,12 @@ from flopcalc.hardware.systems import load_system
 from flopcalc.planning.network import find_interconnect, time_collective
 from flopcalc.server.served import CachedLayers, ServedModel, ServedWeight
 
-# Classes of work, which a fit weighs by engine. Seconds at the rates of the device's kernels: floors (the shortest time of
-# each product and attention call), expert_floors, dense and experts (their bytes), math (what computing
-# adds to both), kv, attention, sums (collectives), tokens (norms,
-# activation functions). Numbers: all others.
+# Classes of work, which a fit weighs by engine. Seconds at the rates of the device's kernels: floors (the shortest time
+# of each product and attention call), expert_floors, dense and experts (their bytes), math (what computing adds),
+# kv, attention, sums (collectives), tokens (norms, activation functions). Numbers: all others.
 CLASSES = (
-    "step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors", "dense", "experts",
-    "math", "kv", "attention", "sums", "tokens",
+    "step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors", "dense",
+    "experts", "math", "kv", "attention", "sums", "tokens",
 )  # fmt: skip
 _ATTENTION_SHARE = 0.5  # of its peak that attention keeps up on devices without measured kernels
 _POWER = 3  # how compute and memory join: (a³ + b³)^(1/3), a quarter more than the larger where both are equal
@@ -191,7 +190,9 @@ class StepModel:
         """What grows with the tokens of a rank's step, and what every step has."""
         model, layout, rates = self.model, self.layout, self.rates
         found = dict.fromkeys(CLASSES, 0.0)
-        found.update(step=1.0, kernels=model.kernels, casts=model.casts, floors=self.floors, expert_floors=self.expert_floors)
+        found.update(
+            step=1.0, kernels=model.kernels, casts=model.casts, floors=self.floors, expert_floors=self.expert_floors
+        )
         for weight in model.weights:
             is_expert = weight.experts > 1
             reads, math_s = self._time_experts(weight, tokens) if is_expert else self._time_dense(weight, tokens)
@@ -207,9 +208,7 @@ class StepModel:
 
     def _time_dense(self, weight: ServedWeight, tokens: float) -> tuple[float, float]:
         n, k = cut_weight(weight, self.layout)
-        return self.rates.find_product(weight).time(
-            2.0 * tokens * n * k, n * k * weight.bytes + 2.0 * tokens * (n + k)
-        )
+        return self.rates.find_product(weight).time(2.0 * tokens * n * k, n * k * weight.bytes + 2.0 * tokens * (n + k))
 
     def _time_experts(self, weight: ServedWeight, tokens: float) -> tuple[float, float]:
         n, k = cut_weight(weight, self.layout)
@@ -251,6 +250,26 @@ class StepModel:
                 token += seconds
         return token, state, tuple(windows)
 
+    def count_bytes(self, tokens: float, keys: float) -> float:
+        """Bytes that a rank must read in a step: weights that tokens reach, and cached keys."""
+        total = keys * math.fsum(
+            each.layers * cut_cache(each, self.layout.tp) * self.model.cache_bytes
+            for each in self.model.cached
+            if each.kind in ("full", "latent")
+        )
+        for weight in self.model.weights:
+            n, k = cut_weight(weight, self.layout)
+            reached = 1.0
+            if weight.experts > 1:
+                reached = count_distinct(weight.experts, weight.active, tokens * self.layout.dp) / self.layout.ep
+            total += weight.layers * reached * n * k * weight.bytes
+        return total
+
+    def count_flops(self) -> float:
+        """FLOPs of a token in all products of the whole model, without attention's."""
+        weights = [*self.model.weights, *([self.model.head] if self.model.head is not None else [])]
+        return math.fsum(2.0 * each.layers * each.active * each.n * each.k for each in weights)
+
     def time_pairs(self) -> tuple[float, tuple[tuple[float, int], ...]]:
         """Seconds of one query-key pair of a prompt, and the same of layers with each window."""
         pair = 0.0
@@ -273,7 +292,10 @@ class StepCosts:
     `weigh` turns amounts by class into seconds; any value that can be added and multiplied will do.
     """
 
-    def __init__(self, step: StepModel, weigh: Callable[[Sequence[float]], Any], most_tokens: int) -> None:
+    def __init__(
+        self, step: StepModel, weigh: Callable[[Sequence[float]], Any], most_tokens: int, drafts: int = 0
+    ) -> None:
+        self.drafts, self.draft_share = drafts, drafts / step.model.layers
         self.grid = _make_grid(most_tokens)
         self.table = [weigh(step.count_tokens(tokens)) for tokens in self.grid]
         self.heads = [weigh(step.count_sequences(tokens)) for tokens in self.grid]
@@ -291,8 +313,9 @@ class StepCosts:
     def run(self, prompt: Sequence[tuple[int, int]], decodes: int, keys: float) -> Any:
         """A step: chunks of prompts (tokens, tokens before them) and decodes that read `keys` tokens in all."""
         tokens = sum(chunk for chunk, _ in prompt)
-        seconds = self.read(self.table, tokens + decodes) + self.read(self.heads, decodes + len(prompt))
-        seconds = seconds + self.eager
+        checked = decodes * (1 + self.drafts)
+        seconds = self.read(self.table, tokens + checked) + self.read(self.heads, checked + len(prompt))
+        seconds = seconds + self.eager + self._draft(decodes)
         for chunk, before in prompt:
             seconds = seconds + self.pair * (chunk * (before + chunk / 2))
             for each, window in self.bounded:
@@ -302,8 +325,15 @@ class StepCosts:
     def decode(self, decodes: int, keys: float, steps: int) -> Any:
         """So many steps of decodes alone; `keys` are those of the first."""
         middle = keys + decodes * (steps - 1) / 2
-        once = self.read(self.table, decodes) + self.read(self.heads, decodes) + self._read_keys(decodes, middle)
-        return once * steps
+        checked = decodes * (1 + self.drafts)
+        once = self.read(self.table, checked) + self.read(self.heads, checked) + self._read_keys(decodes, middle)
+        return (once + self._draft(decodes)) * steps
+
+    def _draft(self, decodes: int) -> Any:
+        """The drafts of a step, one after another: each is one layer and the head, as in multi-token prediction."""
+        if not self.drafts or not decodes:
+            return self.zero
+        return self.read(self.table, decodes) * self.draft_share + self.read(self.heads, decodes) * self.drafts
 
     def _read_keys(self, decodes: int, keys: float) -> Any:
         seconds = self.key * keys + self.state * decodes

@@ -135,11 +135,15 @@ class SetupKeywords(TypedDict, total=False):
     max_pixels: Annotated[Size, Field("max_pixels of the image processor (default: from its config).", "media", _PLAN, "size", "N")]
     clips: Annotated[Iterable[int], Field("Audio clips of the whole batch, in frames of the feature extractor.", "media", "EXTP", "sizes", in_doors=False)]
     # traffic
-    input_len: Annotated[Size, Field("Tokens of a prompt; 8k is 8,192.", "traffic", "S", "size", "N")]
-    output_len: Annotated[Size, Field("Tokens of an answer.", "traffic", "S", "size", "N")]
+    input_len: Annotated[Size, Field("Tokens of a prompt; 8k is 8,192; a range is drawn from evenly, a file has one length per line.", "traffic", "S", "value", "N|A..B|FILE")]
+    output_len: Annotated[Size, Field("Tokens of an answer, written in the same way.", "traffic", "S", "value", "N|A..B|FILE")]
     concurrency: Annotated[Size, Field("Requests in flight in the whole deployment; a new one comes when one ends.", "traffic", "S", "size", "N", default="1")]
     rate: Annotated[Number, Field("Requests per second, at random times (Poisson), instead of a concurrency.", "traffic", "S", "number", "R")]
     requests: Annotated[str | os.PathLike[str], Field("CSV file of requests: arrival_s,input,output.", "traffic", "S", "path", "FILE")]
+    users: Annotated[Size, Field("Users who send a request, read the answer, think, and send the next, instead of a concurrency.", "traffic", "S", "size", "N")]
+    think: Annotated[Number, Field("How long users think between requests, such as 20s.", "traffic", "S", "value", "TIME")]
+    ttft: Annotated[str, Field("Objective for the time to first token; gives goodput and the load at which it breaks.", "traffic", "S", metavar="2s[@p95]")]
+    itl: Annotated[str, Field("Objective for the time between tokens.", "traffic", "S", metavar="30ms[@p95]")]
     prefix_hit: Annotated[Number, Field("Tokens, or a share such as 60%, of each prompt that the cache holds.", "traffic", "S", "share", "N|SHARE")]
     benchmark: Annotated[str, Field("inferencex: lengths from 80 to 100 %, ten requests a slot, all start at once (default: fixed lengths, steady state).", "traffic", "S", "word", words=("inferencex",))]
     # serving engine
@@ -147,6 +151,8 @@ class SetupKeywords(TypedDict, total=False):
     max_batched_tokens: Annotated[Size, Field("Most tokens of one step (default: the engine's).", "engine", "S", "size", "N")]
     max_seqs: Annotated[Size, Field("Most requests that run at once on an attention rank (default: the engine's).", "engine", "S", "size", "N")]
     memory_fraction: Annotated[Number, Field("Share of the memory that the engine takes, as it defines it (default: the engine's).", "engine", "S", "share", "SHARE")]
+    speculative: Annotated[str, Field("Speculative decoding: drafts of a step, and the share of them that is accepted; a draft costs one layer, as in MTP.", "engine", "S", metavar="k=3,accept=0.7")]
+    disaggregate: Annotated[str, Field("Separate workers for prompts and for decodes, each with the layout that is given.", "engine", "S", metavar="2p4d")]
     engine_args: Annotated[str, Field("Further flags as the engine spells them; unknown ones are named in a note.", "engine", "S", metavar="TEXT")]
     # what trains
     freeze: Annotated[Texts, Field("Freeze what matches: a glob of module paths, or vision|audio|projector|language; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]

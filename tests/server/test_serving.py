@@ -14,12 +14,15 @@ from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli import main
 from flopcalc.cli.serving import serving as command
 from flopcalc.hardware.devices import find_device
+from flopcalc.server.audit import check_rows
 from flopcalc.server.engines import find_engine, read_flags
 from flopcalc.server.fitted import find_weights
 from flopcalc.server.kv import count_weights, find_room
+from flopcalc.server.launch import read_launch, write_command
 from flopcalc.server.schedule import Policy, Request, simulate
 from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import CLASSES, Deployment, count_distinct
+from flopcalc.server.traffic import Speculation
 
 _ASKED: dict[str, Any] = {"device": "h100", "tp": 1, "input_len": 1024, "output_len": 128, "concurrency": 8}
 
@@ -47,11 +50,13 @@ def test_bytes_of_a_token(name: str, kv_cache: str, tp: int, expected: int) -> N
 
 
 # What engines logged: vllm-project/vllm issues 45178 and 21348. The first does not say its memory fraction and cache
-# format: those are assumed. SGLang's overhead was set from the second, so that row only guards against changes.
+# format: those are assumed. SGLang's overhead and vLLM's
+# sampler were set from the second, so those rows only guard against changes.
 @pytest.mark.parametrize(
     ("name", "weights", "kv_cache", "engine", "device", "layout", "fraction", "logged"),
     [
         ("minimax-m2", "nvfp4", "fp8", "vllm@0.19", "b200", Deployment(dp=2, ep=2), 0.9, 769_888),
+        ("qwen3-235b-a22b", "fp8-block", "bf16", "vllm@0.9.2", "h100", Deployment(tp=4), 0.9, 178_880),
         ("qwen3-235b-a22b", "fp8-block", "bf16", "sglang@0.4.9", "h100", Deployment(tp=4), 0.93, 367_404),
     ],
 )
@@ -117,8 +122,12 @@ class _Clock:
 @pytest.mark.parametrize(
     ("policy", "requests", "slots", "expected"),
     [
-        # Two prompts share a step, then four decodes follow.
-        (Policy(4096, 8, 1e9), [Request(1000, 5)] * 2, 2, [(3.0, 7.0)] * 2),
+        # Two that come at once: the second is read during the first one's step, then runs beside its decode.
+        (Policy(4096, 8, 1e9), [Request(1000, 5)] * 2, 2, [(2.0, 7.0), (4.0, 8.0)]),
+        # A prompt waits for three steps while another decodes.
+        (Policy(4096, 8, 1e9, wait=3), [Request(1000, 5)] * 2, 2, [(2.0, 7.0), (7.0, 11.0)]),
+        # Speculation gives two tokens a step.
+        (Policy(4096, 8, 1e9, per_step=2.0), [Request(1000, 5)], 1, [(2.0, 4.0)]),
         # A step holds one prompt: the second runs beside the first one's decode.
         (Policy(1001, 8, 1e9, chunks=False), [Request(1000, 3)] * 2, 2, [(2.0, 5.0), (4.0, 6.0)]),
         # Decodes wait while prompts run.
@@ -213,6 +222,12 @@ def test_what_does_not_fit() -> None:
         ({"seq_len": 5}, "serving takes no seq_len"),
         ({"device": None}, "on which device"),
         ({"gpus": 4}, "gpus=4 is not tp · dp · pp = 1"),
+        ({"input_len": "8k..1k"}, "the first length is the smaller one"),
+        ({"ttft": "2s@p94"}, "after @ comes p50, p90, p95 or p99"),
+        ({"itl": "soon"}, "is not a time such as 2s or 30ms"),
+        ({"speculative": "k=3"}, "write k=3,accept=0.7"),
+        ({"disaggregate": "2x4"}, "write 2p4d"),
+        ({"think": "5s"}, "give users=N"),
     ],
 )
 def test_bad_questions(changes: dict[str, Any], text: str) -> None:
@@ -248,6 +263,92 @@ def test_evidence(model: str, engine: str, device: str, evidence: str) -> None:
     assert len(weights.values) == len(CLASSES)
 
 
+@pytest.mark.parametrize(("drafts", "accepted", "tokens"), [(3, 0.5, 1.875), (3, 1.0, 4.0), (1, 0.7, 1.7)])
+def test_tokens_of_a_speculative_step(drafts: int, accepted: float, tokens: float) -> None:
+    assert Speculation(drafts, accepted).tokens == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("vllm serve openai/gpt-oss-120b -tp 2 --max-num-seqs=64",
+         {"engine": "vllm", "model": "openai/gpt-oss-120b", "engine_args": "-tp 2 --max-num-seqs=64"}),
+        ("python -m sglang.launch_server --model-path m --tp 8",
+         {"engine": "sglang", "model": "m", "engine_args": "--tp 8"}),
+        ("A=1 trtllm-serve m --tp_size 4", {"engine": "trtllm", "model": "m", "engine_args": "--tp_size 4"}),
+    ],
+)  # fmt: skip
+def test_launch_lines(line: str, expected: dict[str, str]) -> None:
+    assert read_launch(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "expected"),
+    [
+        ("vllm@0.15", Deployment(tp=2, ep=2), "vllm serve m --tensor-parallel-size 2 --max-num-batched-tokens 8192 "
+         "--max-num-seqs 1024 --gpu-memory-utilization 0.9 --kv-cache-dtype fp8 --enable-expert-parallel"),
+        ("sglang", Deployment(dp=4), "python -m sglang.launch_server --model-path m --tp 4 --dp 4 "
+         "--chunked-prefill-size 8192 --max-running-requests 2048 --mem-fraction-static 0.871 "
+         "--kv-cache-dtype fp8_e4m3 --enable-dp-attention"),
+    ],
+)  # fmt: skip
+def test_command_of_an_engine(engine: str, layout: Deployment, expected: str) -> None:
+    found = find_engine(engine, find_device("h100"), layout.tp)
+    assert (
+        write_command("m", found._replace(memory_fraction=0.871 if found.id == "sglang" else 0.9), layout, "fp8")
+        == expected
+    )
+
+
+def test_users_who_think() -> None:
+    """Those in flight are the users times the share of time that they wait."""
+    found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "concurrency": None, "users": 100, "think": "10s"})
+    waits = found.times["e2e_s"].mid
+    assert found.traffic.concurrency == pytest.approx(100 * waits / (waits + 10), abs=1.5)
+
+
+def test_objectives() -> None:
+    found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "ttft": "500ms", "itl": "20ms@p50"}).to_dict()
+    judged = found["objectives"]
+    assert judged["most_load"] == min(judged["ttft_s"]["most_load"], judged["itl_s"]["most_load"]) > 8
+    assert judged["itl_s"] == {**judged["itl_s"], "limit_s": 0.02, "at": "p50", "met": True}
+    assert judged["gpus_needed"] == 1
+    assert judged["goodput_tokens_per_s"] <= found["tokens_per_s"]["mid"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "fewer", "more"),
+    [
+        ("tpot_s", {"speculative": "k=3,accept=0.8"}, {}),
+        ("tpot_s", {"disaggregate": "1p1d", "concurrency": 64}, {"concurrency": 64}),
+        ("ttft_s", {"input_len": "256..1024"}, {}),
+        ("ttft_s", {"prefix_hit": 512}, {}),
+    ],
+)
+def test_what_shortens(name: str, fewer: dict[str, Any], more: dict[str, Any]) -> None:
+    assert _mid(name, **fewer) < _mid(name, **more)
+
+
+def test_separate_workers_count_as_gpus() -> None:
+    found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "disaggregate": "2p4d"}).to_dict()
+    assert found["gpus"] == 6
+    assert found["tokens_per_s_per_gpu"]["mid"] == pytest.approx(found["tokens_per_s"]["mid"] / 6)
+
+
+def test_audit(tmp_path: Path) -> None:
+    """16 GB of weights cannot be read in a millisecond."""
+    file = tmp_path / "rows.csv"
+    head = "model,device,tp,input_tokens,output_tokens,concurrency,ttft_ms,tpot_ms"
+    file.write_text(
+        f"{head}\nllama-3.1-8b,h100,1,1024,128,1,50,1\nllama-3.1-8b,h100,1,1024,128,1,50,7\n", encoding="utf-8"
+    )
+    slow, fine = check_rows(str(file))
+    assert slow["faults"] == ["TPOT 1.00 ms, but reading 14.1 GB takes 4.21 ms"]
+    assert fine["faults"] == []
+    shown = CliRunner().invoke(command, ["--check", str(file)])
+    assert shown.output.splitlines()[0] == f"{file}: 2 rows, 1 marked"
+
+
 def test_command_line(tmp_path: Path) -> None:
     file = tmp_path / "requests.csv"
     file.write_text("arrival_s,input,output\n0,512,16\n0.5,256,8\n", encoding="utf-8")
@@ -259,6 +360,12 @@ def test_command_line(tmp_path: Path) -> None:
     curve = CliRunner().invoke(
         command, ["llama-3.1-8b", "--device", "h100", "--input-len", "1k", "--output-len", "64", "--concurrency", "1,4"]
     )
+    page = CliRunner().invoke(
+        command,
+        ["--launch", "vllm serve llama-3.1-8b -tp 2", "--device", "h100", "--input-len", "64", "--output-len", "8",
+         "--concurrency", "1,2", "--format", "html"],
+    )  # fmt: skip
+    assert "vLLM, 2 × NVIDIA H100" in page.output
     assert [line.split()[0] for line in curve.output.splitlines() if line.startswith("   ")][-2:] == ["1", "4"]
 
 

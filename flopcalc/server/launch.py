@@ -1,0 +1,62 @@
+"""Command lines of engines: one that is read, and the one that starts an answer's deployment."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from flopcalc.base.errors import WorkloadError
+from flopcalc.server.engines import Engine
+from flopcalc.server.step import Deployment
+
+# What a command line starts with, after `python -m` -> the engine.
+_PROGRAMS = {"vllm": "vllm", "vllm.entrypoints.openai.api_server": "vllm", "sglang.launch_server": "sglang",
+             "sglang": "sglang", "trtllm-serve": "trtllm"}  # fmt: skip
+_MODEL_FLAGS = ("--model", "--model-path")
+
+
+def read_launch(line: str) -> dict[str, Any]:
+    """A line of `vllm serve`, `python -m sglang.launch_server` or `trtllm-serve` -> model, engine, engine_args."""
+    words = [word for word in shlex.split(line) if not word.startswith("\n")]
+    while words and (words[0] in ("python", "python3", "-m") or "=" in words[0]):
+        words.pop(0)
+    engine = _PROGRAMS.get(words[0].rpartition("/")[2]) if words else None
+    if engine is None:
+        raise WorkloadError(
+            "launch: the line starts with vllm serve, python -m sglang.launch_server or trtllm-serve, not "
+            f"{words[0] if words else 'nothing'!r}"
+        )
+    words = words[2:] if words[1:2] == ["serve"] else words[1:]
+    found: dict[str, Any] = {"engine": engine}
+    rest: list[str] = []
+    while words:
+        name, _, value = words.pop(0).partition("=")
+        if name in _MODEL_FLAGS and (value or words):
+            found["model"] = value or words.pop(0)
+        elif not name.startswith("-") and "model" not in found and (not rest or not rest[-1].startswith("-")):
+            found["model"] = name
+        else:
+            rest.append(f"{name}={value}" if value else name)
+    if rest:
+        found["engine_args"] = shlex.join(rest)
+    return found
+
+
+def write_command(model: str, engine: Engine, layout: Deployment, kv_cache: str) -> str:
+    """The line that starts this deployment; limits are written out, so that another release does the same."""
+    spelled: dict[str, str] = {}
+    for flag, field in engine.flags.items():
+        if flag.startswith("--"):
+            spelled.setdefault(field, flag)
+    # SGLang and TensorRT-LLM count the ranks of data parallel attention as tensor parallel ones too.
+    ranks = layout.tp * (layout.dp if engine.id != "vllm" else 1)
+    values = {"tp": ranks, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
+    asked: dict[str, Any] = {name: value for name, value in values.items() if value > 1}
+    asked |= {"max_batched_tokens": engine.max_batched_tokens, "max_seqs": engine.max_seqs}
+    asked |= {"memory_fraction": engine.memory_fraction, **({"kv_cache": kv_cache} if kv_cache == "fp8" else {})}
+    words = [engine.command.format(model=model)]
+    words += [
+        f"{spelled[name]} {engine.kv_names.get(str(value), value)}" for name, value in asked.items() if name in spelled
+    ]
+    words += [flag for name, flag in engine.switches.items() if values.get(name, 1) > 1]
+    return " ".join(words)
