@@ -12,7 +12,7 @@ from flopcalc.server.step import Deployment
 # What a command line starts with, after `python -m` -> the engine.
 _PROGRAMS = {"vllm": "vllm", "vllm.entrypoints.openai.api_server": "vllm", "sglang.launch_server": "sglang",
              "sglang": "sglang", "trtllm-serve": "trtllm"}  # fmt: skip
-_MODEL_FLAGS = ("--model", "--model-path")
+_MODEL_FLAGS = ("model", "model-path")
 
 
 def read_launch(line: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def read_launch(line: str) -> dict[str, Any]:
     rest: list[str] = []
     while words:
         name, _, value = words.pop(0).partition("=")
-        if name in _MODEL_FLAGS and (value or words):
+        if name.startswith("--") and name[2:] in _MODEL_FLAGS and (value or words):
             found["model"] = value or words.pop(0)
         elif not name.startswith("-") and "model" not in found and (not rest or not rest[-1].startswith("-")):
             found["model"] = name
