@@ -124,9 +124,10 @@ def ungroup(config: Json) -> Json:
 
 
 def has_groups(config: Json) -> bool:
-    """Whether heads share keys, in the language model."""
+    """Whether heads may share keys, in the language model; not where as many heads of keys as heads are given."""
     own = config.get("text_config", config)
-    return bool(own.get("num_key_value_heads") != own.get("num_attention_heads"))
+    keys = own.get("num_key_value_heads")
+    return keys is None or bool(keys != own.get("num_attention_heads"))
 
 
 def retype(config: Json, model_type: str) -> Json:
