@@ -161,7 +161,8 @@ def _list_linears(torch: Any, model: Any) -> list[tuple[Any, str, Any]]:
 
 def measure(out: Path, names: list[str], device: str) -> None:
     """Time the cases; keep what is there after each."""
-    from flopcalc.measure.calibrate.provenance import describe_machine, find_version
+    from flopcalc.base.data import find_version
+    from flopcalc.measure.calibrate.provenance import describe_machine
 
     about = {
         **describe_machine(device),

@@ -23,6 +23,7 @@ from flopcalc.base.files import (
 
 _LIMITS = {".yaml": MAX_YAML_BYTES, ".yml": MAX_YAML_BYTES, ".json": MAX_JSON_BYTES, ".toml": MAX_TOML_BYTES}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOT = os.path.dirname(_PACKAGE)  # the checkout, if it is one
 ALIASES = "aliases"  # a folder of key maps: foreign configs to known families
 PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
 DIFFUSERS = "diffusers"  # likewise: parts of pipelines, named by their classes
@@ -31,7 +32,7 @@ DIFFUSERS = "diffusers"  # likewise: parts of pipelines, named by their classes
 @cache
 def find_data_dir() -> str:
     """The shipped model_specs folder: inside the package in a wheel, beside it in an editable install."""
-    for folder in (os.path.join(_PACKAGE, "model_specs"), os.path.join(os.path.dirname(_PACKAGE), "model_specs")):
+    for folder in (os.path.join(_PACKAGE, "model_specs"), os.path.join(_ROOT, "model_specs")):
         if os.path.isdir(folder):
             return folder
     raise SpecError(f"model_specs not found next to {_PACKAGE}: the installation is incomplete, install flopcalc again")
@@ -114,16 +115,20 @@ def read_table(path: str, what: str, extra: str, error: type[FlopcalcError], is_
 
 def describe_install(extra: str) -> str:
     """The command that adds an extra's packages, to a wheel, an editable install or a bare checkout alike."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    root = os.path.dirname(_PACKAGE)
-    try:
-        distribution("flopcalc")
-    except PackageNotFoundError:
-        if os.path.isfile(os.path.join(root, "pyproject.toml")):
-            where = "." if os.path.realpath(root) == os.path.realpath(os.getcwd()) else root
-            return f"pip install -e '{where}[{extra}]'"
+    if find_version("flopcalc") is None and os.path.isfile(os.path.join(_ROOT, "pyproject.toml")):
+        where = "." if os.path.realpath(_ROOT) == os.path.realpath(os.getcwd()) else _ROOT
+        return f"pip install -e '{where}[{extra}]'"
     return f"pip install 'flopcalc[{extra}]'"  # pip takes the installed version, wherever it came from
+
+
+def find_version(package: str) -> str | None:
+    """The version of an installed package, which is not imported; None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def find_commit() -> str | None:
@@ -133,13 +138,14 @@ def find_commit() -> str | None:
     """
     import subprocess
 
-    root = os.path.dirname(_PACKAGE)
     told = os.environ.get("FLOPCALC_COMMIT")
-    if told or not os.path.exists(os.path.join(root, ".git")):  # a wheel may lie inside another project's tree
+    if told or not os.path.exists(os.path.join(_ROOT, ".git")):  # a wheel may lie inside another project's tree
         return told or None
     try:
-        asked = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            ["git", "-C", _ROOT, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -809,7 +809,7 @@ def test_help(capsys: Capture, arguments: list[str]) -> None:
 @pytest.mark.parametrize("commit", ["", "f548e57", "f548e57-dirty"])
 def test_version(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commit: str) -> None:
     monkeypatch.setenv("FLOPCALC_COMMIT", commit)
-    monkeypatch.setattr("flopcalc.base.data._PACKAGE", str(tmp_path / "flopcalc"))  # no checkout
+    monkeypatch.setattr("flopcalc.base.data._ROOT", str(tmp_path))  # no checkout
     shown = f" (commit {commit})" if commit else ""
     assert run(capsys, "--version") == f"flopcalc, version {flopcalc.__version__}{shown}\n"
 
@@ -824,10 +824,10 @@ def test_commit_is_that_of_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_pat
     if is_changed:
         (tmp_path / "file").write_text("2")
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    monkeypatch.setattr("flopcalc.base.data._PACKAGE", str(tmp_path / "flopcalc"))
+    monkeypatch.setattr("flopcalc.base.data._ROOT", str(tmp_path))
     assert find_commit() == head + "-dirty" * is_changed
     # A package inside another project's tree is not that project.
-    monkeypatch.setattr("flopcalc.base.data._PACKAGE", str(tmp_path / "venv" / "flopcalc"))
+    monkeypatch.setattr("flopcalc.base.data._ROOT", str(tmp_path / "venv"))
     assert find_commit() is None
 
 

@@ -6,12 +6,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 from flopcalc._version import __version__
+from flopcalc.base.data import find_version
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.base.spelling import spell
@@ -336,13 +336,8 @@ def make_key(identity: Mapping[str, object]) -> str:
 
 def read_versions() -> dict[str, str]:
     """Versions of the libraries that a trace depends on, without importing them."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"flopcalc": __version__}
-    for name in _LIBRARIES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    versions = {name: find_version(name) for name in _LIBRARIES}
+    return {"flopcalc": __version__, **{name: version for name, version in versions.items() if version}}
 
 
 def make_trace_key(source: Source, recipe: Recipe, phase: PipelinePhase, has_images: bool) -> str:

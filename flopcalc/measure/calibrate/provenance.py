@@ -8,11 +8,10 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import metadata
 from typing import Any
 
 from flopcalc._version import __version__
-from flopcalc.base.data import find_commit
+from flopcalc.base.data import find_commit, find_version
 from flopcalc.prediction.kernels.constants import Provenance
 
 Json = dict[str, Any]
@@ -80,13 +79,6 @@ def find_device_id(name: str) -> str:
 
     found = find_detected(name)
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown" if found is None else found.id
-
-
-def find_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 class DeviceGauge:

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flopcalc.base.data import find_version
 from flopcalc.base.errors import DeviceError
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import Source
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.hardware.devices import find_detected, peak_flops_per_s
-from flopcalc.measure.calibrate.provenance import describe_machine, find_version
+from flopcalc.measure.calibrate.provenance import describe_machine
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.models import make_batch
 from flopcalc.measure.sweep.matrix import TRAINERS, load_model

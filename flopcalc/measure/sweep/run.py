@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc._version import __version__
-from flopcalc.base.data import describe_install
+from flopcalc.base.data import describe_install, find_version
 from flopcalc.base.errors import format_value
 from flopcalc.base.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
 from flopcalc.base.spelling import spell
 from flopcalc.base.validate import FromZero, find_fault
 from flopcalc.base.vocabulary import BASELINE
-from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.journal import describe_error
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
 from flopcalc.measure.sweep.matrix import CHILD, Configuration, SweepError
