@@ -99,7 +99,7 @@ def make_device(folder: Path, device_id: str) -> dict[str, Any]:
                     peaks[name],
                     bandwidth,
                     f"{device_id} {flow} experts {name}",
-                    0.1 if name in ("int4", "mxfp4") else 0.8,
+                    0.1 if name in ("int4", "mxfp4") else 0.7,
                 )
 
     def read_keys(row: dict[str, str]) -> tuple[float, ...] | None:
