@@ -13,10 +13,10 @@ from flopcalc.core.model.ops import Attend, Chain, Linear, Op, Stage, iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.layout import Layout, Outline, split_layers
 from flopcalc.prediction.memory.peak import Shards, Tensors
-from flopcalc.prediction.memory.tensors import LIFTED, Part, SplitBytes, list_kinds
+from flopcalc.prediction.memory.tensors import Part, SplitBytes, list_kinds
 from flopcalc.prediction.tensor_parallel import count_chains
 from flopcalc.prediction.timeline import Stack, find_place
-from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Work
+from flopcalc.prediction.work import Attention, HostCall, MemoryCall, ProductCall, Work
 
 
 def make_outline(estimator: Estimator, load: Workload) -> Outline:
@@ -76,7 +76,7 @@ def cut_work(work: Work, layout: Layout, imbalance: float = 1.0) -> Work:
     if layout.tp == layout.cp == layout.ep == 1:
         return work
     most = min(imbalance, layout.ep)
-    routed = {product.module for product in work.products if product.side == "expert"}
+    routed = {product.module for product in work.products if product.is_expert}
     return work._replace(
         products=tuple(cut_product(product, layout, most) for product in work.products),
         attention=tuple(part for call in work.attention for part in _cut_attention(call, layout)),
@@ -87,20 +87,20 @@ def cut_work(work: Work, layout: Layout, imbalance: float = 1.0) -> Work:
     )
 
 
-def cut_product(product: Product, layout: Layout, imbalance: float = 1.0) -> Product:
+def cut_product(product: ProductCall, layout: Layout, imbalance: float = 1.0) -> ProductCall:
     """The product of one device."""
-    tp, rows, n, k, copies = layout.tp, product.m / layout.cp, product.n, product.k, product.copies
-    if product.side == "column":
-        kv = -(-product.kv // min(tp, product.kv_heads)) if product.kv else 0
-        n = -(-(product.n - product.kv) // tp) + kv
-    elif product.side == "row":
+    _, m, n, k, copies, _ = product.size
+    (side, keys, key_heads), tp, rows = product.split, layout.tp, m / layout.cp
+    if side == "column":
+        n = -(-(n - keys) // tp) + (-(-keys // min(tp, key_heads)) if keys else 0)
+    elif side == "row":
         k = -(-k // tp)
-    elif product.side == "expert":
+    elif side == "expert":
         # Experts are not cut: each device of a tp group hands on its own part of the tokens.
         rows, copies = imbalance * rows / tp, max(1, copies // layout.ep)
     elif layout.is_sequence_parallel:
         rows = rows / tp
-    return product._replace(m=max(1, round(rows)), n=n, k=k, copies=copies)
+    return product._replace(size=product.size._replace(m=max(1, round(rows)), n=n, k=k, copies=copies))
 
 
 def _is_ring(call: Attention, layout: Layout) -> bool:
@@ -145,12 +145,6 @@ def _cut_moved(moved: MemoryCall, layout: Layout, imbalance: float) -> MemoryCal
     return moved._replace(reads=moved.reads / share, writes=moved.writes / share)
 
 
-def is_lifting(product: Product) -> bool:
-    """Whether a forward product makes queries or keys and values of a compressed form."""
-    is_wide = product.n >= LIFTED * product.k and product.part == "attention_projections"
-    return is_wide and product.direction == "forward" and not product.is_again
-
-
 def repeat_work(work: Work, recompute: LayoutRecompute) -> Work:
     """The work with what a kind of recomputation runs again; `work` recomputes all for half, else nothing."""
     if recompute == "half":  # every second layer
@@ -161,7 +155,7 @@ def repeat_work(work: Work, recompute: LayoutRecompute) -> Work:
         return work._replace(products=tuple(halves), attention=tuple(cores), moved=tuple(moved), hosted=tuple(hosted))
     if recompute in ("light", "offload"):
         inside = tuple(f"{stack.path}." for stack in work.stacks if stack.is_language)
-        lifted = [each._replace(is_again=True) for each in work.products if is_lifting(each)]
+        lifted = [each._replace(is_again=True) for each in work.products if each.is_lifting]
         cheap = [each for each in work.moved if each.is_cheap and each.direction == "forward"]
         renewed = [each._replace(is_again=True) for each in cheap if each.module.startswith(inside)]
         return work._replace(products=(*work.products, *lifted), moved=(*work.moved, *renewed))

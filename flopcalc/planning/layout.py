@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.base.errors import RecipeError, WorkloadError, format_value
-from flopcalc.base.vocabulary import LAYOUT_RECOMPUTE, LayoutRecompute, check_word
+from flopcalc.base.vocabulary import LAYOUT_RECOMPUTE, RECOMPUTE, LayoutRecompute, Recompute, check_word
 from flopcalc.planning.local import split_evenly
 
 DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch", "recompute")
@@ -30,6 +30,17 @@ class Layout(NamedTuple):
     recompute: LayoutRecompute = "none"
     is_sequence_parallel: bool = True  # with tp: norms and residuals are spread too
 
+    def find_cut(self) -> Layout:
+        """The degrees that what one device computes of a micro-batch depends on."""
+        return Layout(
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            micro_batch=self.micro_batch,
+            recompute=self.recompute,
+            is_sequence_parallel=self.is_sequence_parallel,
+        )
+
     @property
     def devices(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
@@ -44,6 +55,12 @@ class Layout(NamedTuple):
         words = [f"{name}{value}" for name, value in shown if value > 1]
         words += [f"dp{self.dp}", f"zero{self.zero}", f"mb{self.micro_batch}"]
         return " ".join([*words, *([f"recompute {self.recompute}"] if self.recompute != "none" else [])])
+
+
+def find_recipe(recompute: LayoutRecompute) -> Recompute:
+    """The recipe's recomputation that a layout's kind of it is made of."""
+    kinds: dict[str, Recompute] = {"light": "none", "offload": "none", "selective": "none", "half": "full"}
+    return kinds[recompute] if recompute in kinds else check_word(recompute, RECOMPUTE, "recompute")
 
 
 class Outline(NamedTuple):

@@ -16,7 +16,6 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.hardware.routing import EVEN
 from flopcalc.planning.coverage import describe_coverage
-from flopcalc.planning.cut import is_lifting
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
 from flopcalc.planning.money import Rate, find_price
 from flopcalc.planning.network import Interconnect, check_reach, find_interconnect
@@ -184,7 +183,7 @@ def _count_executed(runner: LayoutTimer, layout: Layout) -> dict[str, float]:
         return {name: none.get(name, 0.0) + full.get(name, 0.0) for name in {**none, **full}}
     if recompute in ("light", "offload"):
         found, own = count("none"), runner.estimator("none").formats.attention
-        lifted = sum(each.flops for each in runner.work(1, "none").products if is_lifting(each))
+        lifted = sum(each.flops for each in runner.work(1, "none").products if each.is_lifting)
         return {**found, own: found.get(own, 0.0) + lifted}
     if recompute == "selective":
         found = count("none")

@@ -10,13 +10,11 @@ from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.vocabulary import (
     CAST_BYTES,
     CAST_FORMATS,
-    RECOMPUTE,
     Execution,
     Kernel,
     LayoutRecompute,
     Optimizer,
     Recompute,
-    check_word,
 )
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate
@@ -35,7 +33,7 @@ from flopcalc.planning.cut import (
     sum_weights,
     take_section,
 )
-from flopcalc.planning.layout import Layout
+from flopcalc.planning.layout import Layout, find_recipe
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
 from flopcalc.planning.seconds import PARTS, DeviceTime, Kinds, LayoutSeconds, LayoutTime, Overlaps
 from flopcalc.prediction.build_work import make_work
@@ -334,7 +332,7 @@ class LayoutTimer:
     def time(self, layout: Layout) -> LayoutSeconds:
         """One step of a layout that divides."""
         if layout.devices == 1:
-            return self._time_alone(_find_cut(layout), self._count_batches(layout))
+            return self._time_alone(layout.find_cut(), self._count_batches(layout))
         spread = self._spread(layout._replace(zero=3 if layout.zero == 3 and self.has_shared else 0))
         cut, layer, batches, (tensor, ring, experts), copied = spread[:5]
         shards = self._expose_shards(layout, layer, *self._time_shards(layout))
@@ -376,7 +374,7 @@ class LayoutTimer:
 
     def _time_spread(self, layout: Layout) -> LayoutTime:
         """What layouts that differ in ZeRO share."""
-        cut, batches = _find_cut(layout), self._count_batches(layout)
+        cut, batches = layout.find_cut(), self._count_batches(layout)
         layer = self._shares(cut)
         tensor, ring, experts = self._time_exchanges(layout, layer)
         repeated = 2.0 + {"full": 1.0, "full-reentrant": 1.0, "half": 0.5}.get(layout.recompute, 0.0)
@@ -480,9 +478,9 @@ class LayoutTimer:
     def _count_routed(self, micro_batch: int) -> float:
         """Numbers that one layer hands to its experts, one way."""
         products = self.work(micro_batch, "none").products
-        ahead = [each for each in products if each.side == "expert" and each.direction == "forward"]
+        ahead = [each for each in products if each.is_expert and each.direction == "forward"]
         layers = sum(self.many[kind] for kind in self.model.routed)
-        return sum(each.m * each.n * each.calls for each in ahead if each.is_last) / layers
+        return sum(each.size.m * each.size.n * each.calls for each in ahead if each.is_last) / layers
 
     def _time_shards(self, layout: Layout) -> tuple[float, float, float]:
         """Seconds to gather one layer's weights and to reduce its gradients to their owners, and the share of both that
@@ -603,26 +601,8 @@ class LayoutTimer:
         return below, above
 
 
-def _find_cut(layout: Layout) -> Layout:
-    """The degrees that what one device computes of a micro-batch depends on."""
-    return Layout(
-        tp=layout.tp,
-        cp=layout.cp,
-        ep=layout.ep,
-        micro_batch=layout.micro_batch,
-        recompute=layout.recompute,
-        is_sequence_parallel=layout.is_sequence_parallel,
-    )
-
-
 def _list_named(estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:
     """Of every language layer its stage's path, and the names of its ops."""
     stages = [stage for stage in estimator.stages if stage.repeated and stage.group == "language"]
     names = {id(chain): tuple(op.name for op in iterate(chain)) for stage in stages for chain in stage.kinds}
     return [(stage.path, names[id(chain)]) for stage in stages for chain in stage.layers]
-
-
-def find_recipe(recompute: LayoutRecompute) -> Recompute:
-    """The recipe's recomputation that a layout's kind of it is made of."""
-    kinds: dict[str, Recompute] = {"light": "none", "offload": "none", "selective": "none", "half": "full"}
-    return kinds[recompute] if recompute in kinds else check_word(recompute, RECOMPUTE, "recompute")

@@ -1,48 +1,24 @@
-"""The operators that PEFT's LoRA adds to a linear module."""
+"""The operators that PEFT's LoRA adds to a linear module: model_specs/adapter_operators.json."""
 
 from __future__ import annotations
 
+import os
+from functools import cache
+
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import SpecError
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.core.formats.formats import Formats
 
-# PEFT's LoRA on a linear module, as traced: direction, kind, calls, reads, writes. Adapters in float32.
-_ADAPTER: list[tuple[str, str, int, str, str]] = [
-    ("f", "module", 4, "", ""),
-    ("f", "view", 6, "", ""),
-    ("f", "product", 2, "", ""),
-    ("f", "cast", 1, "x*rows*in", "f*rows*in"),
-    ("f", "pointwise", 1, "f*rows*out", "f*rows*out"),
-    ("f", "pointwise_mixed", 1, "x*rows*out + f*rows*out", "f*rows*out"),
-    ("f", "cast", 1, "f*rows*out", "x*rows*out"),
-    ("b", "node", 14, "", ""),
-    ("b", "view", 14, "", ""),
-    ("b", "product", 4, "", ""),
-    ("b", "cast", 1, "x*rows*out", "f*rows*out"),
-    ("b", "cast", 1, "f*rows*out", "x*rows*out"),
-    ("b", "pointwise", 1, "f*rows*out", "f*rows*out"),
-    ("b", "cast", 1, "f*rows*in", "x*rows*in"),
-    ("b", "pointwise", 1, "x*rows*in + x*rows*in", "x*rows*in"),
-]
-# The same under autocast, which brings the adapter's input back to the half-precision format.
-ADAPTER_AUTOCAST: list[tuple[str, str, int, str, str]] = [
-    ("f", "module", 4, "", ""),
-    ("f", "view", 6, "", ""),
-    ("f", "product", 2, "", ""),
-    ("f", "cast", 1, "x*rows*in", "f*rows*in"),
-    ("f", "cast", 1, "f*rows*in", "x*rows*in"),
-    ("f", "cast", 1, "f*in*rank", "x*in*rank"),
-    ("f", "cast", 1, "f*out*rank", "x*out*rank"),
-    ("f", "pointwise", 1, "x*rows*out", "x*rows*out"),
-    ("f", "pointwise", 1, "x*2*rows*out", "x*rows*out"),
-    ("b", "node", 16, "", ""),
-    ("b", "view", 14, "", ""),
-    ("b", "product", 4, "", ""),
-    ("b", "cast", 1, "x*in*rank", "f*in*rank"),
-    ("b", "cast", 1, "x*out*rank", "f*out*rank"),
-    ("b", "pointwise", 1, "x*rows*out", "x*rows*out"),
-    ("b", "cast", 1, "x*rows*in", "f*rows*in"),
-    ("b", "cast", 1, "f*rows*in", "x*rows*in"),
-    ("b", "pointwise", 1, "x*2*rows*in", "x*rows*in"),
-]
+# Direction, kind, calls, bytes read, bytes written.
+Table = list[tuple[str, str, int, str, str]]
+
+
+@cache
+def _load(name: str) -> Table:
+    """Adapters in float32, or the same under autocast, which brings their input back to the half-precision format."""
+    tables = read_json(os.path.join(find_data_dir(), "adapter_operators.json"), MAX_JSON_BYTES, SpecError)
+    return [(way, kind, calls, reads, writes) for way, kind, calls, reads, writes in tables[name]]
 
 
 def is_adapter_cast(formats: Formats, dtype_bytes: int) -> bool:
@@ -50,12 +26,12 @@ def is_adapter_cast(formats: Formats, dtype_bytes: int) -> bool:
     return dtype_bytes != 4 and formats.adapter in ("", "fp32")
 
 
-def find_adapter_table(formats: Formats, dtype_bytes: int) -> list[tuple[str, str, int, str, str]]:
+def find_adapter_table(formats: Formats, dtype_bytes: int) -> Table:
     """What an adapter adds, by its own format and the model's: what is alike is not cast."""
     if is_adapter_cast(formats, dtype_bytes):
-        return ADAPTER_AUTOCAST if formats.autocast else _ADAPTER
+        return _load("autocast" if formats.autocast else "float32")
     return [  # adapters in the model's own format
         (way, kind.removesuffix("_mixed"), many, reads.replace("f*", "x*"), writes.replace("f*", "x*"))
-        for way, kind, many, reads, writes in _ADAPTER
+        for way, kind, many, reads, writes in _load("float32")
         if kind != "cast"
     ]

@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 
 from flopcalc.base.vocabulary import CallKernel, CallMask, Execution, Mask, Optimizer, PassDirection, ProductDirection
-from flopcalc.core.count.products import Block, CountedRow, Row
-from flopcalc.core.count.products import Product as CountedProduct
+from flopcalc.core.count.products import Block, CountedRow, Product, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, Op, iterate
 from flopcalc.core.workload.pairs import block_pairs
 from flopcalc.core.workload.sums import Either, Expression, Frames, InDecoder, Minus, Pairs, Sum, Windows
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.routing import EVEN
-from flopcalc.hardware.tiles import pad
+from flopcalc.hardware.tiles import ProductSize, pad
 from flopcalc.prediction.fused_kernels import list_fused
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.moe_versions import USUAL
 from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.rows import count_queries, find_owed, name_module
-from flopcalc.prediction.tensor_parallel import TensorSplit, find_sides, list_wide
+from flopcalc.prediction.tensor_parallel import find_sides, list_wide
 from flopcalc.prediction.timeline import Stack
-from flopcalc.prediction.work import Attention, HostCall, MemoryCall, Product, Width, Work
+from flopcalc.prediction.work import Attention, HostCall, MemoryCall, ProductCall, TensorSplit, Width, Work
 
 # Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
 HOST_ONLY = (
@@ -83,7 +82,7 @@ def make_work(
         elif isinstance(row.op, Attend):
             maker.add_attention(block, row, row.op)
         elif isinstance(row.op, Multiply):
-            maker.add_flops(counted)
+            maker.add_flops(counted, row.op)
     notes = list(found.notes)
     if is_fused:
         hosted: list[HostCall] = []
@@ -147,16 +146,17 @@ def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[l
 
 
 def _add_dequantized(
-    rows: list[CountedRow], products: list[Product], moved: list[MemoryCall], hosted: list[HostCall]
+    rows: list[CountedRow], products: list[ProductCall], moved: list[MemoryCall], hosted: list[HostCall]
 ) -> None:
     """What bitsandbytes does before each product of a weight of four bits: it makes the whole weight in bf16."""
     stored = {name_module(block, row.op): row for block, row, _ in rows if row.numbers.weight.name in FOUR_BITS}
     for product in products:
         row = stored.get(product.module)
-        if row is None or product.direction == "wgrad" or (product.n, product.k) != (row.op.n_out, row.op.n_in):
+        direction, _, n, k, copies, _ = product.size
+        if row is None or direction == "wgrad" or (n, k) != (row.op.n_out, row.op.n_in):
             continue
-        size = product.n * product.k * product.copies
-        way: PassDirection = "forward" if product.direction == "forward" else "backward"
+        size = n * k * copies
+        way: PassDirection = "forward" if direction == "forward" else "backward"
         moved.append(
             MemoryCall(
                 product.module, product.group, way, "dequantize", size / 2, 2.0 * size, product.calls, product.is_again
@@ -227,12 +227,13 @@ class _Maker:
         self.find_routing = estimator.find_routing
         self.is_train = load.phase == "train"
         self.steps = count_calls(load)
-        self.products: list[Product] = []
+        self.products: list[ProductCall] = []
         self.attention: list[Attention] = []
         self.multiplied: list[Op] = []
         self.scanned: list[MemoryCall] = []
         self.padded: list[MemoryCall] = []
-        self.before: tuple[Block, int, tuple[Product, ...]] | None = None  # the last linear layer that may get siblings
+        # The last linear layer that may get siblings.
+        self.before: tuple[Block, int, tuple[ProductCall, ...]] | None = None
 
     def add_linear(self, counted: CountedRow, op: Linear, sided: TensorSplit) -> None:
         """A linear layer's own product and its adapter's two; a folded adapter is one product per copy."""
@@ -252,27 +253,26 @@ class _Maker:
                 self._add(block, op, m, product.n_out, product.n_in, 1, product, TensorSplit())
 
     def _add(
-        self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: CountedProduct,
-        sided: TensorSplit, more: tuple[ProductDirection, ...] = (),
-    ) -> tuple[Product, ...]:  # fmt: skip
+        self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: Product,
+        split: TensorSplit, more: tuple[ProductDirection, ...] = (),
+    ) -> tuple[ProductCall, ...]:  # fmt: skip
         routing = self.find_routing(block) if op.active < copies else EVEN
         calls = block.copies * self.steps
-        module, is_conv = name_module(block, op), op.kind == "conv" and block.group == "vision"
+        module = name_module(block, op)
         ways: list[tuple[ProductDirection, bool]] = [("forward", False)]
         ways += [(direction, False) for direction in (*find_owed(product), *more)] if self.is_train else []
         ways += [("forward", True)] if self.is_train and product.passes.recompute else []
         made = tuple(
-            Product(
-                module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
-                sided.kv, sided.kv_heads, self._find_format(product, direction, op.part),
-                routing, op.split == "row", op.is_shared,
+            ProductCall(
+                module, block.group, op, ProductSize(direction, m, n, k, copies, routing), calls, is_again, split,
+                self._find_format(product, direction, op.part),
             )
             for direction, is_again in ways
         )  # fmt: skip
         self.products += made
         return made
 
-    def _find_format(self, product: CountedProduct, direction: ProductDirection, part: str) -> str:
+    def _find_format(self, product: Product, direction: ProductDirection, part: str) -> str:
         # Training frameworks multiply a router's 16-bit numbers on tensor cores, into float32 (Megatron-Core's
         # router_gating_linear); HF's code brings them to float32 first.
         if self.is_fused and part == "router":
@@ -280,10 +280,10 @@ class _Maker:
         found = product.format if direction == "forward" else product.gradient_format
         return "" if found == self.own else found
 
-    def _join(self, block: Block, op: Op, made: tuple[Product, ...]) -> None:
+    def _join(self, block: Block, op: Op, made: tuple[ProductCall, ...]) -> None:
         """Column-cut siblings become one product, as frameworks for many devices do it."""
         before = self.before
-        is_sibling = bool(made) and made[0].side == "column" and op.part in _JOINED
+        is_sibling = bool(made) and made[0].split.side == "column" and op.part in _JOINED
         self.before = None
         if before is not None and is_sibling and before[0] is block and _are_siblings(before[2], made):
             del self.products[-len(made) :]
@@ -294,10 +294,10 @@ class _Maker:
         elif is_sibling:
             self.before = (block, len(self.products) - len(made), made)
 
-    def add_flops(self, counted: CountedRow) -> None:
+    def add_flops(self, counted: CountedRow, op: Multiply) -> None:
         """Products of activations (scans, fixed mixes), in small tiles: bound by the bytes that they move."""
-        block, row, _ = counted
-        self.multiplied.append(row.op)
+        block = counted.block
+        self.multiplied.append(op)
         calls = block.copies * self.steps
         flops = counted.flops
         passes: list[tuple[PassDirection, int, bool]] = [("forward", flops.forward, False)]
@@ -308,16 +308,16 @@ class _Maker:
                 side = max(1, round((count / self.steps / 2) ** (1 / 3)))
                 way: ProductDirection = "dgrad" if direction == "backward" else direction
                 self.products.append(
-                    Product(name_module(block, row.op), block.group, row.op.part, way, side, side, side, calls,
-                            side="column", format="bf16")
+                    ProductCall(name_module(block, op), block.group, op, ProductSize(way, side, side, side), calls,
+                                split=TensorSplit("column"), format="bf16")
                 )  # fmt: skip
             elif count and self.is_fused:
                 known = load_defaults().work
-                per_byte = known.scan_flops_per_byte[direction] if row.op.part == "ssm" else known.mix_flops_per_byte
+                per_byte = known.scan_flops_per_byte[direction] if op.part == "ssm" else known.mix_flops_per_byte
                 size = count / self.steps / per_byte
                 self.scanned.append(
                     MemoryCall(
-                        name_module(block, row.op),
+                        name_module(block, op),
                         block.group,
                         direction,
                         "scan",
@@ -418,24 +418,22 @@ def _pad_heads(call: Attention, dim: int) -> list[MemoryCall]:
     ]
 
 
-def _are_siblings(one: tuple[Product, ...], other: tuple[Product, ...]) -> bool:
+def _are_siblings(one: tuple[ProductCall, ...], other: tuple[ProductCall, ...]) -> bool:
     """Whether two linear layers read the same rows and run in the same passes."""
 
-    def strip(made: tuple[Product, ...]) -> list[Product]:
-        return [product._replace(module="", n=0, kv=0, kv_heads=0) for product in made]
+    def strip(made: tuple[ProductCall, ...]) -> list[object]:
+        same = [(each.size._replace(n=0), each.split.side, each.is_last, each.is_shared) for each in made]
+        return [*same, *((each.group, each.part, each.calls, each.is_again, each.format) for each in made)]
 
     return strip(one) == strip(other)
 
 
-def _join_pair(one: Product, other: Product) -> Product:
+def _join_pair(one: ProductCall, other: ProductCall) -> ProductCall:
     parent = one.module.partition("+")[0].rpartition(".")[0]
     name = other.module.removeprefix(f"{parent}.")
-    return one._replace(
-        module=f"{one.module}+{name}",
-        n=one.n + other.n,
-        kv=one.kv + other.kv,
-        kv_heads=max(one.kv_heads, other.kv_heads),
-    )
+    keys = TensorSplit(one.split.side, one.split.kv + other.split.kv, max(one.split.kv_heads, other.split.kv_heads))
+    size = one.size._replace(n=one.size.n + other.size.n)
+    return one._replace(module=f"{one.module}+{name}", size=size, split=keys)
 
 
 def count_calls(load: Workload) -> int:

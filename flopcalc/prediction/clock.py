@@ -19,7 +19,7 @@ from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine
 from flopcalc.prediction.kernels.memory_bound import STREAMED
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
 from flopcalc.prediction.watts import Shares
-from flopcalc.prediction.work import Attention, MemoryCall, Product, Work
+from flopcalc.prediction.work import Attention, MemoryCall, ProductCall, Work
 
 _SLOWER = 0.2  # a choice: how much longer another host takes by which a step's share of its host is found
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
@@ -192,7 +192,7 @@ class Clock:
         first, routed = len(self.pieces), list[int]()
         for product in work.products:
             kept = self._find_kept(product)
-            is_routed = self.execution == "fused" and product.side == "expert"
+            is_routed = self.execution == "fused" and product.is_expert
             if is_routed and product.module not in joined.modules:
                 timed = self.machine.time_experts(product, kept)
             else:
@@ -206,7 +206,7 @@ class Clock:
             if self.machine.is_narrow(product):
                 flops = self.fitted.adapter_power * self.machine.peak * timed.seconds * product.calls * times
             self._put(product, "products", timed, product.calls * times, is_again=product.is_again, flops=flops)
-            self.has_experts = self.has_experts or product.copies > 1
+            self.has_experts = self.has_experts or product.size.copies > 1
             if self.machine.is_cast(product) and not joined.makes(product):
                 cast = self.machine.time_cast(product)
                 self._put(product, "memory", cast, product.calls * times, is_again=product.is_again, is_streamed=True)
@@ -250,14 +250,14 @@ class Clock:
             longer = 1 + wait_s * piece.launches / piece.seconds
             self.pieces[at] = piece._replace(seconds=piece.seconds * longer, error=piece.error * longer)
 
-    def _find_kept(self, product: Product) -> float:
+    def _find_kept(self, product: ProductCall) -> float:
         """Share of its rate that a product keeps up in a training step, where bursts of it were measured."""
         if self.phase != "train":
             return 1.0
         return self.machine.sustained if self.machine.is_cast(product) else self.machine.plain.sustained
 
     def _put(
-        self, each: Product | Attention | MemoryCall, kind: str, timed: KernelTime, calls: float, *,
+        self, each: ProductCall | Attention | MemoryCall, kind: str, timed: KernelTime, calls: float, *,
         is_again: bool = False, is_joined: bool = False, is_streamed: bool = False, flops: float = 0.0,
     ) -> None:  # fmt: skip
         if calls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopcalc.prediction.kernels.machine import Machine
-from flopcalc.prediction.work import Product, Work
+from flopcalc.prediction.work import ProductCall, Work
 
 
 class FusedExperts(NamedTuple):
@@ -16,7 +16,7 @@ class FusedExperts(NamedTuple):
     overlap: float  # how well host and device overlap: 1 hides nothing
     modules: frozenset[str] = frozenset()
 
-    def makes(self, product: Product) -> bool:
+    def makes(self, product: ProductCall) -> bool:
         """Whether the kernel itself makes what a product reads: the second one's input, the first one's gradient."""
         return product.module in self.modules and product.is_last == (product.direction == "forward")
 
@@ -32,7 +32,7 @@ def find_fused_experts(work: Work, machine: Machine) -> FusedExperts:
     (Megatron-Bridge's recipes of hybrid models); models that select keys are (its deepseek_v4.py).
     """
     fitted = machine.fitted
-    experts = [each for each in work.products if each.side == "expert"]
+    experts = [each for each in work.products if each.is_expert]
     if not experts or not machine.joins_experts:
         return FusedExperts(fitted.expert_host_s, fitted.host_overlap)
     host_s = 0.0 if machine.replays_experts and not work.has_scans else fitted.expert_host_s

@@ -12,7 +12,7 @@ from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
 from flopcalc.core.workload.workload import Workload
-from flopcalc.prediction.adapters import ADAPTER_AUTOCAST, find_adapter_table, is_adapter_cast
+from flopcalc.prediction.adapters import find_adapter_table, is_adapter_cast
 from flopcalc.prediction.borrowed import (
     EXPERTS,
     SEEING,
@@ -448,7 +448,7 @@ class _Reader:
                 continue
             self._add_table([row for row in table if row[0] == "b"], scope, module, group, count, False)
             texts = ("f*rows*in", "f*rows*rank") if self.casts_adapters else ("x*rows*rank",)
-            if table is ADAPTER_AUTOCAST:  # what it brings back to the half-precision format
+            if self.casts_adapters and self.estimator.formats.autocast:  # brought back to the half-precision format
                 texts = ("x*rows*in", "x*rows*rank")
             for text in texts:
                 key = (module, group, scope.evaluate(text), is_again)

@@ -15,7 +15,7 @@ from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.build_work import count_calls, make_work
 from flopcalc.prediction.execution_options import check_execution, find_kernel, match_dtype, settle
 from flopcalc.prediction.kernels.machine import Machine
-from flopcalc.prediction.work import Attention, Product
+from flopcalc.prediction.work import Attention, ProductCall
 
 
 class Call(NamedTuple):
@@ -90,15 +90,16 @@ def make_roofline(
     return Roofline(found.id, kind, machine.peak, bandwidth * 1e9, tuple(calls))
 
 
-def _read_product(product: Product, times: int, machine: Machine) -> Call:
-    numbers = product.m * product.k + product.n * product.k * product.copies + product.m * product.n
-    shape = f"{product.m} × {product.k} · {product.k} × {product.n}"
-    if product.copies > 1:
-        shape = f"{product.copies} weights: {shape}"
+def _read_product(product: ProductCall, times: int, machine: Machine) -> Call:
+    direction, m, n, k, copies, _ = product.size
+    numbers = m * k + n * k * copies + m * n
+    shape = f"{m} × {k} · {k} × {n}"
+    if copies > 1:
+        shape = f"{copies} weights: {shape}"
     return Call(
         product.module,
         "product",
-        product.direction,
+        direction,
         shape,
         product.calls * times,
         product.flops / product.calls,

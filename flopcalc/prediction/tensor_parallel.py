@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Stage, iterate
-from flopcalc.prediction.work import Side
-
-
-class TensorSplit(NamedTuple):
-    """The side that tensor parallelism cuts a linear layer along, and its columns of keys and values."""
-
-    side: Side = "whole"
-    kv: int = 0
-    kv_heads: int = 0
+from flopcalc.prediction.work import TensorSplit
 
 
 def count_chains(stage: Stage) -> Counter[Chain]:

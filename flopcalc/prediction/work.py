@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from flopcalc.base.vocabulary import CallKernel, CallMask, Direction, Execution, PassDirection, ProductDirection
-from flopcalc.hardware.routing import EVEN, Routing
+from flopcalc.core.model.ops import Linear, Multiply
 from flopcalc.hardware.tiles import ProductSize
 from flopcalc.prediction.timeline import Stack
 
@@ -15,36 +15,64 @@ Side = Literal["column", "row", "expert", "whole"]
 Width = Literal["wide", "narrow"]
 
 
-class Product(NamedTuple):
-    """A matrix product of a linear layer with n outputs and k inputs over m rows, in one of its three directions."""
+class TensorSplit(NamedTuple):
+    """The side that tensor parallelism cuts a product along, and its columns of keys and values."""
+
+    side: Side = "whole"
+    kv: int = 0  # of the outputs those of keys and values, which are cut no finer than their heads
+    kv_heads: int = 0
+
+
+class ProductCall(NamedTuple):
+    """Calls of one of the count's products, in one of its three directions."""
 
     module: str  # its path, layers folded: model.layers.*.mlp.up_proj
     group: str  # vision, projector, language, …: as in an Estimate
-    part: str  # mlp, attention_projections, lm_head, …
-    direction: ProductDirection  # forward, dgrad, wgrad; m, n, k are the layer's in all three, as in table gemm
-    m: int
-    n: int
-    k: int
+    op: Linear | Multiply  # what the spec says of it
+    size: ProductSize  # of one call: executed FLOPs come from it too. Its m, n, k are the layer's in all directions
     calls: float = 1  # in one step
-    copies: int = 1  # experts: one grouped call over m rows in all, with this many weights
     is_again: bool = False  # recomputed
-    is_patches: bool = False  # a tower's convolution: images to patches
-    side: Side = "whole"
-    kv: int = 0  # of the n outputs those of keys and values, which are cut no finer than their heads
-    kv_heads: int = 0
+    split: TensorSplit = TensorSplit()
     format: str = ""  # what it is computed in, where that is not the step's own
-    routing: Routing = EVEN  # how many rows each expert gets
-    is_last: bool = False  # it reads what attention or an activation function made: the last product of its block
-    is_shared: bool = False  # of an expert that all tokens pass, beside routed ones
 
     @property
-    def size(self) -> ProductSize:
-        """What one call multiplies."""
-        return ProductSize(self.direction, self.m, self.n, self.k, self.copies, self.routing)
+    def direction(self) -> ProductDirection:
+        return self.size.direction
+
+    @property
+    def part(self) -> str:
+        """mlp, attention_projections, lm_head, …"""
+        return self.op.part
+
+    @property
+    def is_expert(self) -> bool:
+        return self.split.side == "expert"
+
+    @property
+    def is_patches(self) -> bool:
+        """A tower's convolution: images to patches."""
+        return self.op.kind == "conv" and self.group == "vision"
+
+    @property
+    def is_last(self) -> bool:
+        """It reads what attention or an activation function made: the last product of its block."""
+        return isinstance(self.op, Linear) and self.op.split == "row"
+
+    @property
+    def is_shared(self) -> bool:
+        """Of an expert that all tokens pass, beside routed ones."""
+        return isinstance(self.op, Linear) and self.op.is_shared
+
+    @property
+    def is_lifting(self) -> bool:
+        """Whether it makes queries, or keys and values, of a compressed form on the way forward."""
+        is_inner = isinstance(self.op, Linear) and not self.op.reads_stream and not self.is_last
+        is_inner = is_inner and self.part == "attention_projections"
+        return is_inner and self.direction == "forward" and not self.is_again
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k * self.calls
+        return 2.0 * self.size.m * self.size.n * self.size.k * self.calls
 
     @property
     def moved(self) -> int:
@@ -121,7 +149,7 @@ class HostCall(NamedTuple):
 class Work(NamedTuple):
     """The work of one micro-batch and of the optimizer's step, and the operators that the host dispatches."""
 
-    products: tuple[Product, ...]
+    products: tuple[ProductCall, ...]
     attention: tuple[Attention, ...]
     moved: tuple[MemoryCall, ...]
     hosted: tuple[HostCall, ...]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from made_products import make_product
 from places import ROOT
 
 from flopcalc.base.data import find_data_dir
@@ -14,7 +15,6 @@ from flopcalc.hardware.devices import find_device, load_devices
 from flopcalc.hardware.systems import load_system
 from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.kernels.machine import Machine
-from flopcalc.prediction.work import Product
 
 FILES = sorted(Path(find_data_dir(), "systems").glob("*.json"))
 SAME_DIE = {
@@ -51,7 +51,7 @@ def test_all_ten_systems_are_there() -> None:
 def test_large_products_run_at_the_measured_rate(device: str, kind: str) -> None:
     machine = Machine(device, kind)
     assert machine.has_kernels
-    timed = machine.time_product(Product("x", "language", "mlp", "forward", 16384, 16384, 16384))
+    timed = machine.time_product(make_product("forward", 16384, 16384, 16384, module="x"))
     rate = 2 * 16384**3 / timed.seconds
     assert rate == pytest.approx(machine.shape.rate, rel=0.2)
 

@@ -81,7 +81,10 @@ def test_work_has_every_product_once(model: str, execution: Execution) -> None:
 
 
 def test_fused_siblings_are_one_product() -> None:
-    names = {product.module: (product.n, product.kv, product.kv_heads) for product in make("llama-3.1-8b").products}
+    names = {
+        product.module: (product.size.n, product.split.kv, product.split.kv_heads)
+        for product in make("llama-3.1-8b").products
+    }
     assert names == {
         "model.layers.*.self_attn.q_proj+k_proj+v_proj": (6144, 2048, 8),
         "model.layers.*.self_attn.o_proj": (4096, 0, 0),
@@ -94,7 +97,9 @@ def test_fused_siblings_are_one_product() -> None:
 def test_adapters_run_beside_joined_products() -> None:
     recipe = {"lora": {"r": 8, "targets": ["q_proj", "v_proj"]}}
     found = [each for each in make("llama-3.1-8b", recipe=recipe).products if each.direction == "forward"]
-    shapes = {(each.module.rpartition(".")[2], each.n, each.k) for each in found if "self_attn" in each.module}
+    shapes = {
+        (each.module.rpartition(".")[2], each.size.n, each.size.k) for each in found if "self_attn" in each.module
+    }
     assert shapes == {
         ("q_proj+k_proj+v_proj", 6144, 4096),
         ("q_proj", 8, 4096),
@@ -114,9 +119,9 @@ def test_adapters_run_beside_joined_products() -> None:
 )
 def test_keys_are_cut_no_finer_than_their_heads(model: str, module: str) -> None:
     product = next(each for each in make(model).products if each.module == module)
-    heads, wide = product.kv_heads, product.n - product.kv
+    heads, wide = product.split.kv_heads, product.size.n - product.split.kv
     for tp in (1, 2, heads, 2 * heads):
-        assert cut_product(product, Layout(tp=tp)).n == -(-wide // tp) + product.kv // min(tp, heads)
+        assert cut_product(product, Layout(tp=tp)).size.n == -(-wide // tp) + product.split.kv // min(tp, heads)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,7 @@ def test_products_are_cut_by_their_side(layout: Layout, sizes: dict[str, tuple[i
     found = {each.module.rpartition(".")[2]: each for each in cut_work(make(), layout).products}
     attention = next(each for each in cut_work(make(), layout).products if each.module.endswith("attn.c_proj"))
     found["c_proj"] = attention
-    assert {name: (found[name].m, found[name].n, found[name].k) for name in sizes} == sizes
+    assert {name: found[name].size[1:4] for name in sizes} == sizes
 
 
 @pytest.mark.parametrize(("is_spread", "wide"), [(True, 4), (False, 1)])
@@ -161,9 +166,9 @@ def test_a_ring_is_cut_into_calls() -> None:
 
 def test_experts_are_cut_by_copies() -> None:
     work = make("mixtral-8x7b")
-    whole = next(each for each in work.products if each.side == "expert")
+    whole = next(each for each in work.products if each.is_expert)
     part = cut_product(whole, Layout(tp=2, ep=4))
-    assert (part.copies, part.m, part.n, part.k) == (whole.copies // 4, whole.m // 2, whole.n, whole.k)
+    assert part.size == whole.size._replace(copies=whole.size.copies // 4, m=whole.size.m // 2)
 
 
 @pytest.mark.parametrize("execution", ["eager", "fused"])

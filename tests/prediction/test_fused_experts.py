@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
+from made_products import make_product
 
 from flopcalc import bind
 from flopcalc.core.workload.workload import Workload
@@ -13,7 +14,7 @@ from flopcalc.prediction.clock import Clock
 from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.kernels.machine import Machine
-from flopcalc.prediction.work import MemoryCall, Product, Work
+from flopcalc.prediction.work import MemoryCall, Work
 
 UP, DOWN = "model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.experts.down_proj"
 ROWS, HIDDEN, INNER = 8192, 2048, 768
@@ -24,7 +25,7 @@ FITTED = load_defaults().device
 def make_step(has_scans: bool = False) -> Work:
     """Both products of eight experts in all directions, and their activation function."""
     products = tuple(
-        Product(module, "language", "mlp", direction, ROWS, n, k, copies=8, side="expert")
+        make_product(direction, ROWS, n, k, module=module, copies=8, side="expert")
         for module, n, k in ((UP, 2 * INNER, HIDDEN), (DOWN, HIDDEN, INNER))
         for direction in ("forward", "dgrad", "wgrad")
     )
@@ -96,7 +97,7 @@ GROUPED = [
 def test_experts_take_what_was_published() -> None:
     machine, errors = Machine("b200-sxm"), []
     for copies, rows, n, k, direction, share in GROUPED:
-        product = Product(UP, "language", "mlp", direction, copies * rows, n, k, copies=copies, side="expert")
+        product = make_product(direction, copies * rows, n, k, module=UP, copies=copies, side="expert")
         published = product.flops / (share * 2250e12)
         errors.append(machine.time_experts(product, machine.sustained).seconds / published - 1)
     assert median(map(abs, errors)) < 0.08
@@ -116,9 +117,13 @@ def test_experts_with_many_rows_are_plain_products(
     device: str, dtype: str, copies: int, rows: int, seconds: float | None
 ) -> None:
     machine, width = Machine(device, dtype), 256 if seconds else 8192
-    product = Product(UP, "language", "mlp", "forward", copies * rows, width, width, copies=copies, side="expert")
+    product = make_product("forward", copies * rows, width, width, module=UP, copies=copies, side="expert")
     found = machine.time_experts(product, machine.sustained).seconds
-    plain = machine.time_product(product._replace(m=rows, copies=1, side="whole")).seconds * copies / machine.sustained
+    plain = (
+        machine.time_product(make_product("forward", rows, width, width, module=UP)).seconds
+        * copies
+        / machine.sustained
+    )
     assert found == pytest.approx(seconds or plain, rel=0.05)
 
 
@@ -142,11 +147,11 @@ def test_rows_of_latent_experts_are_moved() -> None:
     assert {each.format for each in work.products if each.part == "router"} == {""}
     eager = make_work(estimator, load, execution="eager")
     assert {each.format for each in eager.products if each.part == "router"} == {"fp32"}
-    experts = [each for each in work.products if each.side == "expert" and each.direction == "forward"]
+    experts = [each for each in work.products if each.is_expert and each.direction == "forward"]
     last = experts[-1]
     moved = [each for each in work.moved if each.module == last.module and each.direction == "forward"]
-    rows = last.m
-    assert (rows, last.n, last.k) == (22 * 1024, 1024, 2688)
+    rows = last.size.m
+    assert last.size[1:4] == (22 * 1024, 1024, 2688)
     assert [(each.reads, each.writes, each.is_cheap) for each in moved] == [
         (2.0 * rows * 2688, 2.0 * rows * 2688, True),  # the activation function
         (4.0 * rows * 1024, 4.0 * rows * 1024, False),  # into the experts' order and back
@@ -159,12 +164,12 @@ def test_biases_of_experts_are_weighted_in_float32(dtype: str, is_joined: bool) 
     estimator = bind("gpt-oss-20b")
     load = estimator(1, 1024).terms[0][1]
     work = make_work(estimator, load, execution="fused")
-    first, second = [each for each in work.products if each.side == "expert" and each.direction == "forward"][:2]
+    first, second = [each for each in work.products if each.is_expert and each.direction == "forward"][:2]
     biases = [each for each in work.moved if each.is_bias][:3]  # of the first kind of layers
-    assert [(each.direction, (each.reads + each.writes) / second.m) for each in biases] == [
-        ("backward", 2.0 * first.n),  # the first one's gradient is a sum
-        ("forward", 28.0 * second.n),
-        ("backward", 38.0 * second.n),
+    assert [(each.direction, (each.reads + each.writes) / second.size.m) for each in biases] == [
+        ("backward", 2.0 * first.size.n),  # the first one's gradient is a sum
+        ("forward", 28.0 * second.size.n),
+        ("backward", 38.0 * second.size.n),
     ]
     clock = Clock(Machine("gb300", dtype), "fused")
     clock.add(work, 1, load)

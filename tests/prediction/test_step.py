@@ -10,6 +10,7 @@ from shutil import copytree
 from typing import Any
 
 import pytest
+from made_products import make_product
 from tiers import mark_heavy
 
 from flopcalc.api import bind, predict
@@ -28,7 +29,7 @@ from flopcalc.prediction.kernels.machine import Machine, slow_down
 from flopcalc.prediction.kernels.memory_bound import read_curve
 from flopcalc.prediction.kernels.products import ProductShape, time_matrix, time_shape
 from flopcalc.prediction.step import find_largest_batch, predict_estimate
-from flopcalc.prediction.work import Attention, MemoryCall, Product, Work
+from flopcalc.prediction.work import Attention, MemoryCall, Work
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.
 PLAIN = ProductShape(2.0, 0.0, 0.0, 0.5, 0.25, 0.125, 1e9, 0.0, 1.0)
@@ -656,7 +657,7 @@ def test_decoding_reads_keys_whatever_the_kernel() -> None:
     assert cudnn > keys / 4.8e12
 
 
-PATCHES = Product("", "vision", "", "forward", 2048, 1152, 592, calls=3, is_patches=True)
+PATCHES = make_product("forward", 2048, 1152, 592, group="vision", part="vision", calls=3, is_patches=True)
 LINES = {"forward": [5e-5, 4e-14], "wgrad": [6e-5, 2e-14]}
 
 
@@ -710,7 +711,7 @@ def test_patches_are_told_from_other_products(model: str, grid: list[int], modul
 
 
 def test_numbers_of_four_bytes_take_longer_to_move() -> None:
-    thin = Product("", "", "", "forward", 1, 8192, 8192)
+    thin = make_product("forward", 1, 8192, 8192)
     assert Machine("h200", "fp32").time_product(thin).seconds > 1.8 * Machine("h200").time_product(thin).seconds
 
 

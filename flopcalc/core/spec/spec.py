@@ -92,29 +92,11 @@ _KEY_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("length", "repeat", "first", "over", "width"), (str, int)),
 }  # fmt: skip
 _KINDS = {"vision": ("grid", "fixed", "tiles"), "positions": ("learned", "rotary")}
+# Keys of an op that hold no expression.
 WORDS = {
-    "op",
-    "block",
-    "name",
-    "rows",
-    "needed",
-    "less",
-    "cache_rows",
-    "queries",
-    "part",
-    "span",
-    "mask",
-    "param",
-    "from",
-    "joined",
-    "to",
-    "at",
-    "under",
-    "with",
-    "split",
-    "gate",
-    "rotates",
-}  # keys of an op that hold no expression
+    "op", "block", "name", "rows", "needed", "less", "cache_rows", "queries", "part", "span", "mask", "param", "from",
+    "joined", "to", "at", "under", "with", "split", "gate", "rotates",
+}  # fmt: skip
 _HEAD_KEYS = {"use", "like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
 _NO_SIZES = ("feature_layers", "chunk_size")  # -2 counts from the end, -1 means all

@@ -1,8 +1,16 @@
-"""What the seconds of an attention call depend on."""
+"""Seconds of an attention call: what they depend on, and which of a device's constants they come from."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from flopcalc.base.errors import SpecError
 from flopcalc.base.vocabulary import CallMask, PassDirection
+from flopcalc.prediction.work import Attention
+
+# Direction, mask and head dim -> seconds of a call, of a query, of a pair and of a position of the longest row.
+Table = Mapping[str, Sequence[float]]
 
 IN_WAVES = ("full", "window", "apart")  # masks under which all blocks of attention take equally long
 
@@ -43,3 +51,50 @@ def name_mask(mask: CallMask, keys: int) -> str:
     if mask not in ("window", "apart") or not keys % 8:
         return mask
     return "window-odd" if keys % 2 else "window-even"
+
+
+def find_nearest(dims: Iterable[int], dim: float) -> int:
+    """The known head dim whose ratio to another is the least."""
+    return min(dims, key=lambda known: abs(math.log(known / dim)))
+
+
+def _list_dims(table: Table, direction: PassDirection, mask: str) -> dict[int, Sequence[float]]:
+    start = f"{direction}/{mask}/"
+    return {int(name.removeprefix(start)): values for name, values in table.items() if name.startswith(start)}
+
+
+def find_attention(tables: Sequence[Table], call: Attention, dim: float) -> tuple[Sequence[float], int]:
+    """The constants of a call and the head dim that they were measured at.
+
+    The kernel's own table comes first. Without its mask there, the next wider mask is used; without any, another
+    kernel's table. In decoding another kernel's table comes before another mask, because all read the same keys.
+    """
+    wider = "window" if call.mask == "apart" else call.mask
+    masks = dict.fromkeys((name_mask(call.mask, call.keys), wider, "full", "causal"))
+    ways = [(table, mask) for mask in masks for table in tables]
+    if call.mask != "decode":
+        ways = [(tables[0], mask) for mask in masks] + ways
+    for table, mask in ways:
+        if dims := _list_dims(table, call.direction, mask):
+            nearest = find_nearest(dims, dim)
+            return dims[nearest], nearest
+    raise SpecError(f"no kernel's {call.direction} attention was measured; `flopcalc calibrate --predictor` does it")
+
+
+def add_features(constants: Sequence[float], call: Attention, dim: float, units: int) -> float:
+    """Seconds of a call beyond its start, at the head dim of its constants."""
+    features = attention_features(
+        units, call.direction, call.mask, call.batch, call.heads, call.kv_heads, dim, call.length, call.keys
+    )
+    return sum(constant * feature for constant, feature in zip(constants[1:], features[1:], strict=True))
+
+
+def find_dropping(tables: Iterable[Table], call: Attention, dim: float, units: int) -> float:
+    """How many times longer a causal call takes that drops weights, at the nearest head dim with both."""
+    for table in tables:
+        dropping, plain = (_list_dims(table, call.direction, mask) for mask in ("dropout", "causal"))
+        if both := dropping.keys() & plain.keys():
+            at = find_nearest(sorted(both), dim)
+            times = [each[at][0] + add_features(each[at], call, at, units) for each in (dropping, plain)]
+            return times[0] / times[1]
+    return 1.0

@@ -13,7 +13,7 @@ from flopcalc.base.errors import SpecError, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromOne, FromZero, Items, Keys, Positive, Rule, find_fault
 from flopcalc.hardware.tiles import TABLES
-from flopcalc.prediction.kernels.defaults import DeviceDefaults, are_fitted, load_defaults
+from flopcalc.prediction.kernels.defaults import DeviceDefaults, apply_fitted, are_fitted
 
 Mode = Literal["train", "forward"]  # with gradients or without
 HostPhase = Literal["train", "forward", "decode"]
@@ -221,7 +221,7 @@ def _read_predictor(folder: str, device_id: str) -> Constants | None:
 
 def find_fitted(constants: Constants) -> DeviceDefaults:
     """The fitted numbers of a device: those of its own file, else the defaults."""
-    return load_defaults().device._replace(**constants.get("fitted", {}))
+    return apply_fitted(constants.get("fitted", {}))
 
 
 def _find_fault(data: object, schema: int, kind: type) -> str:

@@ -13,6 +13,7 @@ from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromZero, find_fault
 
 FILE = "defaults.json"
+_FORMER = ("attention_share", "attention_start_s")  # names that older predictor files may hold, and nothing reads
 
 
 class DeviceDefaults(NamedTuple):
@@ -28,8 +29,6 @@ class DeviceDefaults(NamedTuple):
     zero_states_slower: float
     nearby_width: float
     nearby_pull: float
-    attention_share: float
-    attention_start_s: float
     kernel_error: Mapping[str, float]
     adapter_power: float
     graph_gap_s: float
@@ -107,7 +106,12 @@ def load_defaults() -> Defaults:
 def are_fitted(given: Mapping[str, Any]) -> bool:
     """Whether a predictor file's `fitted` holds only numbers that `device` has, under its names."""
     usual = load_defaults().device._asdict()
-    return all(name in usual and _is_alike(value, usual[name]) for name, value in given.items())
+    return all(name in _FORMER or (name in usual and _is_alike(value, usual[name])) for name, value in given.items())
+
+
+def apply_fitted(given: Mapping[str, Any]) -> DeviceDefaults:
+    """The numbers of a device: those of its predictor file, else the defaults."""
+    return load_defaults().device._replace(**{name: value for name, value in given.items() if name not in _FORMER})
 
 
 def _is_alike(value: object, usual: object) -> bool:

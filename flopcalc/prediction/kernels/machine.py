@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, ProductDirection
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import ALIGNED, ProductSize, pad
-from flopcalc.prediction.kernels.attention import attention_features, name_mask
+from flopcalc.prediction.kernels.attention import add_features, find_attention, find_dropping, find_nearest
 from flopcalc.prediction.kernels.constants import Constants, find_fitted, load_predictor
 from flopcalc.prediction.kernels.memory_bound import find_size, name_shape, read_curve, weigh_zeros
 from flopcalc.prediction.kernels.products import (
@@ -26,7 +26,7 @@ from flopcalc.prediction.kernels.products import (
     time_shape,
     turn_narrow,
 )
-from flopcalc.prediction.work import Attention, MemoryCall, Product
+from flopcalc.prediction.work import Attention, MemoryCall, ProductCall
 
 
 class KernelTime(NamedTuple):
@@ -127,7 +127,7 @@ class Machine:
         rates, others = system["attention_flops_per_s"], base["attention_flops_per_s"]
         self._attention_speeds = {int(dim): rates[dim] / others[dim] for dim in rates if dim in others}
 
-    def is_cast(self, product: Product) -> bool:
+    def is_cast(self, product: ProductCall) -> bool:
         """Whether operands are brought to a narrow format first: those of heads, routers and scans never are."""
         return self.dtype in CAST_FORMATS and product.part not in _UNCAST and product.format != "bf16"
 
@@ -143,12 +143,12 @@ class Machine:
             self._others[kind] = self if own == self.dtype else Machine(self.device.id, own, self._given)
         return self._others[kind]
 
-    def is_narrow(self, product: Product) -> bool:
+    def is_narrow(self, product: ProductCall) -> bool:
         """Whether a product is an adapter's in another format than the rest."""
         is_plain = self.is_measured and self.dtype not in CAST_FORMATS
-        return bool(product.format) and is_plain and min(product.m, product.n, product.k) <= _NARROW
+        return bool(product.format) and is_plain and min(product.size[1:4]) <= _NARROW
 
-    def time_product(self, product: Product) -> KernelTime:
+    def time_product(self, product: ProductCall) -> KernelTime:
         if self.is_narrow(product) and (narrow := self._time_narrow(product)):
             return narrow
         if product.format and self.dtype not in CAST_FORMATS:
@@ -163,7 +163,7 @@ class Machine:
             return KernelTime(start + per_flop * product.flops / product.calls, error, self.is_measured)
         return self.find_product(product.size)
 
-    def _time_narrow(self, product: Product) -> KernelTime | None:
+    def _time_narrow(self, product: ProductCall) -> KernelTime | None:
         """An adapter's product in another format, by its form or by its bytes; None where no such was measured."""
         known, error = self.constants["products"], 2 * self.fitted.kernel_error["product"]
         form, sizes = turn_narrow(product.size)
@@ -181,13 +181,13 @@ class Machine:
             return KernelTime(start + max(computed, streamed), error, True)
         return None
 
-    def time_experts(self, product: Product, kept: float) -> KernelTime:
+    def time_experts(self, product: ProductCall, kept: float) -> KernelTime:
         """Products of experts in a training framework's step, which keeps up a share of the rate of bursts."""
         if self.plain is not self and not self.is_cast(product):
             return self.plain.time_experts(product, kept)
         width = CAST_BYTES.get(self.dtype, self.width)
         computed, moved = time_experts(self.shape, self.fitted.expert_streamed * self.bandwidth, width, product.size)
-        seconds = max(computed / kept + moved, self.fitted.expert_call_s * product.copies)
+        seconds = max(computed / kept + moved, self.fitted.expert_call_s * product.size.copies)
         return KernelTime(seconds, 2 * self._find_error("product"), self.is_measured)
 
     def _find_product(self, size: ProductSize) -> KernelTime:
@@ -230,19 +230,18 @@ class Machine:
         whole = weights + self.fitted.nearby_pull
         return math.exp(total / whole), weights / whole
 
-    def time_cast(self, product: Product) -> KernelTime:
+    def time_cast(self, product: ProductCall) -> KernelTime:
         """Bringing a product's operands to a narrow format: inputs ahead, output gradients behind.
 
         Weights are kept in the format: the optimizer's step writes them (Megatron-Bridge: fp8_param_gather). Operands
         are written twice, along either dimension, since gradients sum over the other; fp8 has one scale for a tensor,
         whose largest number is looked for first.
         """
-        own = product.m * (product.k if product.direction == "forward" else product.n)
-        if product.direction == "wgrad":  # both are there
-            own = 0
+        direction, m, n, k, _, _ = product.size
+        own = {"forward": m * k, "dgrad": m * n, "wgrad": 0}[direction]  # for a weight's gradient both are there
         width = CAST_BYTES[self.dtype]
         reads = 4 if self.dtype == "fp8" else 2
-        moved = MemoryCall(product.module, product.group, product.direction, "pointwise", reads * own, 2 * width * own)
+        moved = MemoryCall(product.module, product.group, direction, "pointwise", reads * own, 2 * width * own)
         return self.time_moved(moved) if own else KernelTime(0.0, 0.0, self.is_measured)
 
     def time_attention(self, call: Attention) -> KernelTime:
@@ -252,65 +251,21 @@ class Machine:
         if call.kernel == "eager":
             return KernelTime(self._time_eager(call), error, self.is_measured)
         tables = self.constants["attention"]
-        table = tables.get(call.kernel or self.device.sdpa or "flash") or next(iter(tables.values()))
-        if call.mask == "decode" and not any("/decode/" in name for name in table):
-            # Decoding reads keys with any kernel, so any table that has it will do.
-            table = next((other for other in tables.values() if any("/decode/" in name for name in other)), table)
-        found = self._find_attention(table, call)
-        if found is None:
-            flops = 2.0 * call.batch * call.heads * call.length * call.keys * (call.qk + call.v)
-            seconds = flops / (self.fitted.attention_share * self.peak) + self.fitted.attention_start_s
-            return KernelTime(seconds, 2 * self.fitted.kernel_error["scaled"], False)
-        (start, query, pair, row), scale = found
-        _, queries, pairs, longest = attention_features(
-            round(self.shape.units), call.direction, call.mask, call.batch, call.heads, call.kv_heads,
-            (call.qk + call.v) / 2, call.length, call.keys,
-        )  # fmt: skip
-        speed = self._find_speed((call.qk + call.v) / 2) if call.mask != "decode" else self.decode_speed
-        seconds = start + (queries * query + pairs * pair + longest * row) * scale / speed
+        asked = tables.get(call.kernel or self.device.sdpa or "flash") or next(iter(tables.values()))
+        mean = (call.qk + call.v) / 2
+        constants, dim = find_attention((asked, *tables.values()), call, mean)
+        # Decoding reads all keys once, with any kernel, and computes next to nothing.
+        speed = self._find_speed(mean) if call.mask != "decode" else self.decode_speed
+        units, longer = round(self.shape.units), mean / dim
+        seconds = constants[0] + add_features(constants, call, mean, units) * longer / speed
         if call.has_dropout and call.mask == "causal":
-            seconds *= self._find_dropping((table, *tables.values()), call)
-        return KernelTime(seconds, error if scale == 1 else 2 * error, self.is_measured)
+            seconds *= find_dropping((asked, *tables.values()), call, mean, units)
+        return KernelTime(seconds, error if dim == mean else 2 * error, self.is_measured)
 
     def _find_speed(self, dim: float) -> float:
         """How much faster attention runs than on the device that was measured, at the nearest known head dim."""
-        if not self._attention_speeds:
-            return self.compute
-        return self._attention_speeds[min(self._attention_speeds, key=lambda known: abs(math.log(known / dim)))]
-
-    def _find_dropping(self, tables: Iterable[Mapping[str, list[float]]], call: Attention) -> float:
-        """How many times longer a causal call takes that drops weights, at the nearest head dim with both."""
-        mean = (call.qk + call.v) / 2
-        for table in tables:
-            names = {name.rpartition("/")[2]: name for name in table if name.startswith(f"{call.direction}/dropout/")}
-            dims = [dim for dim in names if f"{call.direction}/causal/{dim}" in table]
-            if dims:
-                dim = min(dims, key=lambda dim: abs(math.log(int(dim) / mean)))
-                features = attention_features(
-                    round(self.shape.units), call.direction, "causal", call.batch, call.heads, call.kv_heads, int(dim),
-                    call.length, call.keys,
-                )  # fmt: skip
-                dropping, plain = (
-                    sum(value * feature for value, feature in zip(table[name], features, strict=True))
-                    for name in (names[dim], f"{call.direction}/causal/{dim}")
-                )
-                return float(dropping / plain)
-        return 1.0
-
-    def _find_attention(self, table: Mapping[str, list[float]], call: Attention) -> tuple[list[float], float] | None:
-        """Constants of a call's direction, mask and head dim; those of the nearest head dim, scaled, else."""
-        mean = (call.qk + call.v) / 2
-        wider = "window" if call.mask == "apart" else call.mask
-        for mask in (name_mask(call.mask, call.keys), wider, "full"):
-            dims = {
-                int(name.rpartition("/")[2]): value
-                for name, value in table.items()
-                if name.startswith(f"{call.direction}/{mask}/")
-            }
-            if dims:
-                nearest = min(dims, key=lambda dim: abs(math.log(dim / mean)))
-                return dims[nearest], mean / nearest
-        return None
+        speeds = self._attention_speeds
+        return speeds[find_nearest(speeds, dim)] if speeds else self.compute
 
     def _time_eager(self, call: Attention) -> float:
         """Scores, then values, as batched products; the gradients of both."""

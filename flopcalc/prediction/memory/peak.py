@@ -22,7 +22,7 @@ from flopcalc.prediction.memory.inference import Serving
 from flopcalc.prediction.memory.shards import Shards, cut_parts, divide_held, shard_zero, sum_held
 from flopcalc.prediction.memory.tensors import FLOAT, Part, SplitBytes, Step
 from flopcalc.prediction.operators import Operators, list_operators
-from flopcalc.prediction.work import Product
+from flopcalc.prediction.work import ProductCall
 
 __all__ = [
     "MOMENTS",
@@ -137,7 +137,7 @@ class Tensors(NamedTuple):
     dequantized: int = 0  # bytes of the largest weight that is brought to 16 bits to be multiplied
     # Of fused kernels that add weight gradients to a buffer as they make them (Megatron-LM, Transformer Engine):
     dummies: tuple[
-        Product, ...
+        ProductCall, ...
     ] = ()  # products of layers, one of each shape: autograd gets an unused gradient for them
     head: int = 0  # bytes of the head's weight, which has such a gradient too, while its backward pass runs
     stream: int = 0  # bytes of the tensor that the head reads
@@ -203,7 +203,7 @@ def list_tensors(
     numbers = step.count_logits()
     # Gradients that stay in one buffer are added to it by the product that makes them.
     parts, outside = step.list_parts(found, 0 if chosen.has_master else each)
-    dummies: tuple[Product, ...] = ()
+    dummies: tuple[ProductCall, ...] = ()
     head = stream = 0
     if execution == "fused":
         loss = numbers * step.bytes  # logits, which the fused loss turns into their gradient
@@ -211,9 +211,9 @@ def list_tensors(
             estimator, load, optimizer="none", dtype_bytes=width, kernel="", execution=execution
         ).products
         heads = [each for each in products if each.part == "lm_head" and each.direction == "forward"]
-        stream = sum(each.m * each.k * step.bytes for each in heads)
+        stream = sum(each.size.m * each.size.k * step.bytes for each in heads)
         if chosen.has_master:
-            head = sum(each.n * each.k * step.bytes for each in heads if estimator.recipe.lora is None)
+            head = sum(each.size.n * each.size.k * step.bytes for each in heads if estimator.recipe.lora is None)
             dummies = _list_dummies(products)
     else:
         # log_softmax keeps its result, in float32 unless what was saved is less; its backward holds that, the loss's
@@ -239,10 +239,10 @@ def list_tensors(
     )
 
 
-def _list_dummies(products: Sequence[Product]) -> tuple[Product, ...]:
+def _list_dummies(products: Sequence[ProductCall]) -> tuple[ProductCall, ...]:
     """One product of each shape that makes a weight's gradient, those of heads and routers aside."""
     made = [each for each in products if each.direction == "wgrad" and each.part not in ("lm_head", "head", "router")]
-    return tuple({(each.n, each.k, each.side): each for each in made}.values())
+    return tuple({(each.size.n, each.size.k, each.split.side): each for each in made}.values())
 
 
 def can_resize(load: Workload) -> bool:
@@ -349,8 +349,9 @@ def _count_dummies(tensors: Tensors, tensor: int) -> int:
     """Bytes of the unused gradients: one tensor for each shape on a device of those that share a layer."""
     shapes = set()
     for each in tensors.dummies:
-        n = -(-each.n // tensor) if each.side == "column" else each.n
-        k = -(-each.k // tensor) if each.side == "row" else each.k
+        n, k, side = each.size.n, each.size.k, each.split.side
+        n = -(-n // tensor) if side == "column" else n
+        k = -(-k // tensor) if side == "row" else k
         shapes.add((n, k))
     return sum(n * k for n, k in shapes) * tensors.dtype_bytes
 

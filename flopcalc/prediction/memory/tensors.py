@@ -15,7 +15,7 @@ from flopcalc.base.number_formats import find_computed
 from flopcalc.base.vocabulary import KERNELS, Execution
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Chain, Dropout, Norm, Op, Pointwise, Stage, iterate, join
+from flopcalc.core.model.ops import Attend, Chain, Dropout, Linear, Norm, Op, Pointwise, Stage, iterate, join
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.operators import Operators, SavedTensor
@@ -24,7 +24,6 @@ from flopcalc.prediction.tensor_parallel import count_chains, list_wide_saved
 __all__ = ["FLOAT", "SplitBytes", "Kind", "Part", "Step", "list_kinds"]
 
 FLOAT = 4  # bytes of what is always computed in float32: losses, norms, softmax
-LIFTED = 8  # times wider than what it reads: a product that makes queries or keys of a compressed form
 _INDEX = 8  # bytes of a token's id, and of its label
 
 
@@ -433,7 +432,7 @@ class Step:
             elif isinstance(item, Attend) and linears:
                 tokens = self.rows(linears[-1])
                 width = item.heads * item.qk + item.kv_heads * (item.qk + item.v)
-                if self.is_light and any(op.n_out >= LIFTED * op.n_in for op in linears):
+                if self.is_light and any(isinstance(op, Linear) and not op.reads_stream for op in linears):
                     width = 0
                 size = tokens * (self.bytes * width + self.input_bytes * item.heads * item.v)
                 size += 0 if self.is_fused else tokens * FLOAT * item.heads

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_products import make_product
 
 from flopcalc import bind
 from flopcalc.base.data import find_data_dir
@@ -19,7 +20,7 @@ from flopcalc.prediction.kernels.constants import load_predictor
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.kernels.memory_bound import find_size, name_shape
 from flopcalc.prediction.kernels.products import measure_narrow, turn_narrow
-from flopcalc.prediction.work import MemoryCall, Product
+from flopcalc.prediction.work import MemoryCall
 
 Json = dict[str, Any]
 Keep = Callable[..., Path]
@@ -211,8 +212,8 @@ def test_casts_move_activations_in_two_copies_and_no_weights(kind: str, reads: f
         expected = machine.time_moved(
             MemoryCall("x", "language", direction, "pointwise", float(reads * numbers), float(writes * numbers))
         )
-        assert machine.time_cast(Product("x", "language", "mlp", direction, rows, n, k)) == expected
-    assert machine.time_cast(Product("x", "language", "mlp", "wgrad", rows, n, k)).seconds == 0
+        assert machine.time_cast(make_product(direction, rows, n, k, module="x")) == expected
+    assert machine.time_cast(make_product("wgrad", rows, n, k, module="x")).seconds == 0
 
 
 def test_fused_attention_reads_the_keys_that_are_selected() -> None:
@@ -267,7 +268,7 @@ def test_adapters_are_timed_by_form_or_by_bytes() -> None:
     """A calibration of an older version has one line for all forms."""
     shipped = load_predictor("h200-sxm")
     assert shipped is not None
-    product = Product("", "language", "mlp", "forward", 5000, 8, 4096, format="fp32")
+    product = make_product("forward", 5000, 8, 4096, format="fp32")
     start, per_byte, per_flop = shipped["products"]["adapters"]["fp32 down"]
     moved, flops = measure_narrow("down", 5000, 4096, 8)
     machine = Machine("h200-sxm", "bf16", shipped)

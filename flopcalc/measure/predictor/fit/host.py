@@ -67,7 +67,7 @@ def list_host_features(dispatched: Mapping[str, float], calls: int, units: Mappi
 def _is_waiting(each: ModelledCase) -> bool:
     """Whether the host waits for the device even in a small step: where images enter, for large optimizers."""
     return bool(each.load.all_grids) or (
-        each.load.phase == "train" and any(product.copies > 1 for product in each.work.products)
+        each.load.phase == "train" and any(product.size.copies > 1 for product in each.work.products)
     )
 
 

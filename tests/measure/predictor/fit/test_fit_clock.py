@@ -33,7 +33,7 @@ def _profile_products(phase: str, batch: int, seq: int) -> ModelledCase:
     shape = ProductShape(*SHIPPED["products"]["shape"])
     rows: list[Any] = [["aten::view", False, "[[8,8]]", "float", 1, 0, 0.0, ""]]  # no kernel
     for each in plain.work.products:
-        m, n, k = each.m, each.n, each.k
+        m, n, k = each.size[1:4]
         shapes = {"forward": [[m, k], [k, n]], "dgrad": [[m, n], [n, k]], "wgrad": [[n, m], [m, k]]}[each.direction]
         us = 1e6 * time_shape(shape, each.size, SHIPPED["products"].get("tiles", ""))
         rows.append(["aten::mm", each.direction != "forward", str(shapes), BF16, 1, 1, us, "nvjet"])

@@ -87,8 +87,8 @@ def _profile_experts(shape: GroupShape, batch: int, seq: int, **changed: Any) ->
     plain = model({**make_case("mixtral", changed.pop("phase", "train"), batch, seq), **changed}, MIXTRAL)
     rows: list[Any] = [["aten::mm", False, "[[8,8],[8,8]]", "", 1, 1, 1e6, "nvjet"]]  # no part of it
     for each in plain.work.products:
-        if each.copies > 1:
-            m, n, k, copies = each.m, each.n, each.k, each.copies
+        _, m, n, k, copies, _ = each.size
+        if copies > 1:
             shapes = {
                 "forward": [[m, k], [copies, k, n], [copies]],
                 "dgrad": [[m, n], [copies, n, k], [copies]],
