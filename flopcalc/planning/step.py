@@ -359,7 +359,7 @@ class LayoutTimer:
 
     def find_shares(self, layout: Layout, step: LayoutSeconds) -> Shares:
         """How busy the mean device of a layout is."""
-        cut, whole = _find_cut(layout), list_sections(self.model)[0]
+        cut, whole = layout.find_cut(), list_sections(self.model)[0]
         stepped = self._find_stepped(layout, whole) if layout.devices > 1 else 1.0
         sums = (
             (self._batch(cut, whole.strip()), self._count_batches(layout)),

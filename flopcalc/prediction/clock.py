@@ -262,7 +262,7 @@ class Clock:
     ) -> None:  # fmt: skip
         if calls:
             moved = each.reads + each.writes if isinstance(each, MemoryCall) else each.moved * self.machine.width
-            if kind == "memory" and isinstance(each, Product):  # a cast: memory bounds it
+            if kind == "memory" and isinstance(each, ProductCall):  # a cast: memory bounds it
                 moved = timed.seconds * self.machine.bandwidth
             place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
             launches = calls * (self.constants["compiled"]["moved"] if self.is_joined and is_joined else 1.0)

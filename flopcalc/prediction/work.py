@@ -77,7 +77,8 @@ class ProductCall(NamedTuple):
     @property
     def moved(self) -> int:
         """Numbers that one call reads and writes; rows reach no more experts than there are rows."""
-        return self.m * (self.n + self.k) + min(self.copies, self.m) * self.n * self.k
+        m, n, k = self.size.m, self.size.n, self.size.k
+        return m * (n + k) + min(self.size.copies, m) * n * k
 
 
 class Attention(NamedTuple):

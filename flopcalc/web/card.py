@@ -27,7 +27,7 @@ def draw_card(modules: Sequence[Mapping[str, Any]]) -> bytes:
     return _write_png(rows)
 
 
-def _write_png(rows: Sequence[bytes]) -> bytes:
+def _write_png(rows: Sequence[bytearray]) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
