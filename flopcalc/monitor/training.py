@@ -544,7 +544,8 @@ class TrainingMonitor(PassCalls):
             self._device = self._digester.device = found = find_device()
             self._values.use(found)
             uuid = found.find_uuid() if found is not None else None
-            self._digester.power = PowerMeter(uuid) if uuid is not None else None
+            if uuid is not None:
+                self._digester.power = PowerMeter(uuid)
 
     def _start_worker(self) -> None:
         if self._worker is None:

@@ -27,7 +27,7 @@ class RoundMachine(Machine):
         self.is_own = True
 
     def time_product(self, product: Any) -> KernelTime:
-        return KernelTime(2.0 * product.m * product.n * product.k / 100e12, 0.1, True)
+        return KernelTime(2.0 * product.size.m * product.size.n * product.size.k / 100e12, 0.1, True)
 
     def time_attention(self, call: Any) -> KernelTime:
         pairs = call.batch * call.heads * call.length * call.keys
