@@ -88,6 +88,8 @@ def _check_vision(model: BoundModel, load: Workload) -> None:
         raise ask_for_images(name, model.vision)
     if load.seq:
         raise WorkloadError(f"{name} takes images alone: leave {spell('seq')} out")
+    if load.logits != "all" and load.phase not in ("prefill", "decode"):
+        raise WorkloadError(f"{name} takes images alone: leave {spell('logits')} out")
     if load.phase in ("prefill", "decode"):
         raise WorkloadError(f"{name} takes images alone: there is no phase {load.phase}; forward is one pass")
     if len(load.all_grids) < load.rows:
