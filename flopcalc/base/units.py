@@ -100,6 +100,7 @@ UNITS = {
             "max_batched_tokens",
             "max_seqs",
             "prefix_hit",
+            "users",
         ),
         _BINARY,
     ),

@@ -323,7 +323,9 @@ REFUSED = [
     for command in COMMANDS
     if command not in ("bind", "crosscheck")
     for name, field in FIELDS.items()
-    if field.in_doors and name not in list_fields(command) and (command, name) != ("predict", "top")  # its own option
+    if field.in_doors
+    and name not in list_fields(command)
+    and (command, name) not in (("predict", "top"), ("serving", "launch"))  # options of their own
 ]
 FUNCTIONS = {"estimate": estimate_flops, "predict": predict, "plan": plan, "translate": translate}
 
