@@ -112,7 +112,8 @@ class Rates:
         self.system = load_system(device.id)
         kin = _KIN[0 if "nvfp4" in device.peak_tflops else 1 if "fp8" in device.peak_tflops else 2]
         tables = load_kernels()
-        self.tables = tables.get(device.id) or tables.get(str((self.system or {}).get("same_die_as"))) or tables[kin]
+        twin = self.system.get("same_die_as", kin) if self.system is not None else kin
+        self.tables = tables.get(device.id) or tables.get(twin) or tables[kin]
         experts = self.tables["experts"]
         others: dict[str, Any] = next(iter(experts.values()), {})
         own = "trtllm" if engine == "trtllm" else "vllm"
@@ -156,7 +157,7 @@ class Rates:
             return max(time_collective(self.net, "all_reduce", size, ranks), 5e-6) if self.net is not None else 0.0
         at = min(max(1, bisect_left(points, [size])), len(points) - 1)
         (low, one), (high, other) = points[at - 1], points[at]
-        return one + (other - one) * max(0.0, (size - low) / (high - low))
+        return float(one + (other - one) * max(0.0, (size - low) / (high - low)))
 
 
 def _name_format(weight: ServedWeight) -> str:
