@@ -150,6 +150,7 @@ UNITS = {
             "max_batched_tokens",
             "max_seqs",
             "prefix_hit",
+            "users",
         ),
         _BINARY,
     ),

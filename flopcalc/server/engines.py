@@ -51,7 +51,7 @@ class Engine(NamedTuple):
 
 
 @cache
-def _load(name: str) -> dict[str, Any]:
+def load_table(name: str) -> dict[str, Any]:
     return load_toml(os.path.join(find_data_dir(), "engines", f"{name}.toml"))
 
 
@@ -69,7 +69,7 @@ def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None
     """vllm, or vllm@0.15.1, with the defaults of that release on a device, and what a benchmark's scripts set."""
     name, _, version = text.partition("@")
     name = check_word(name, list_engines(), "engine", WorkloadError, suggests=True)
-    table = _load(name)
+    table = load_table(name)
     own, memory = split_version(version), device.memory_gb or 0.0
     try:
         release = [each for each in table["release"] if split_version(each["since"]) <= own][-1]

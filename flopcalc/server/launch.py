@@ -6,13 +6,12 @@ import shlex
 from typing import Any
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.server.engines import Engine
+from flopcalc.server.engines import Engine, load_table
 from flopcalc.server.step import Deployment
 
 # What a command line starts with, after `python -m` -> the engine.
 _PROGRAMS = {"vllm": "vllm", "vllm.entrypoints.openai.api_server": "vllm", "sglang.launch_server": "sglang",
              "sglang": "sglang", "trtllm-serve": "trtllm"}  # fmt: skip
-_MODEL_FLAGS = ("model", "model-path")
 
 
 def read_launch(line: str) -> dict[str, Any]:
@@ -28,10 +27,11 @@ def read_launch(line: str) -> dict[str, Any]:
         )
     words = words[2:] if words[1:2] == ["serve"] else words[1:]
     found: dict[str, Any] = {"engine": engine}
+    model_flags = load_table(engine).get("model_flags", ())
     rest: list[str] = []
     while words:
         name, _, value = words.pop(0).partition("=")
-        if name.startswith("--") and name[2:] in _MODEL_FLAGS and (value or words):
+        if name in model_flags and (value or words):
             found["model"] = value or words.pop(0)
         elif not name.startswith("-") and "model" not in found and (not rest or not rest[-1].startswith("-")):
             found["model"] = name

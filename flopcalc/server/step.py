@@ -112,8 +112,8 @@ class Rates:
         self.system = load_system(device.id)
         kin = _KIN[0 if "nvfp4" in device.peak_tflops else 1 if "fp8" in device.peak_tflops else 2]
         tables = load_kernels()
-        same_die = "" if self.system is None else str(self.system.get("same_die_as"))
-        self.tables: dict[str, Any] = tables.get(device.id) or tables.get(same_die) or tables[kin]
+        twin = self.system.get("same_die_as", kin) if self.system is not None else kin
+        self.tables = tables.get(device.id) or tables.get(twin) or tables[kin]
         experts = self.tables["experts"]
         others: dict[str, Any] = next(iter(experts.values()), {})
         own = "trtllm" if engine == "trtllm" else "vllm"
@@ -152,12 +152,12 @@ class Rates:
 
     def time_sum(self, size: float, ranks: int) -> float:
         """Seconds of an all-reduce of so many bytes: the engines' own kernels inside a node, the network beyond."""
-        points: list[tuple[float, float]] | None = self.tables["sums"].get(str(ranks))
+        points = self.tables["sums"].get(str(ranks))
         if points is None or size > points[-1][0]:
             return max(time_collective(self.net, "all_reduce", size, ranks), 5e-6) if self.net is not None else 0.0
         at = min(max(1, bisect_left(points, [size])), len(points) - 1)
         (low, one), (high, other) = points[at - 1], points[at]
-        return one + (other - one) * max(0.0, (size - low) / (high - low))
+        return float(one + (other - one) * max(0.0, (size - low) / (high - low)))
 
 
 def _name_format(weight: ServedWeight) -> str:

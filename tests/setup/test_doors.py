@@ -323,8 +323,9 @@ REFUSED = [
     for command in COMMANDS
     if command not in ("bind", "crosscheck")
     for name, field in FIELDS.items()
-    if field.in_doors and name not in list_fields(command)
-    if (command, name) not in (("predict", "top"), ("serving", "launch"))  # options of their own
+    if field.in_doors
+    and name not in list_fields(command)
+    and (command, name) not in (("predict", "top"), ("serving", "launch"))  # options of their own
 ]
 FUNCTIONS = {"estimate": estimate_flops, "predict": predict, "plan": plan, "translate": translate}
 
@@ -352,97 +353,6 @@ def test_reasons(capsys: Capture) -> None:
         assert reason in fail(capsys, command, "gpt2", spell_option(name, ""), "1")
     with pytest.raises(FlopcalcError, match="bind takes no seq_len: estimate, compare, explain, translate, predict"):
         flopcalc.bind("gpt2", seq_len=5)
-
-
-VLM, TEXT, IMAGES, DRAWS = "qwen2-vl-2b", "gpt2", "vit-base", "flux.1-dev"
-SIZED = {VLM: {"seq": "2048"}, TEXT: {"seq": "64"}, IMAGES: {"image": ("224x224",)}, DRAWS: {}}
-DIFFUSES = "is a diffusion model; give images or videos, text"
-# A model, a field that it cannot use, and why: the model and the field by name.
-UNUSED = [
-    (TEXT, {"image": ("224x224",)}, "gpt2 is a text model: it takes no images"),
-    (TEXT, {"image_grid": ("1,16,16",)}, "gpt2 is a text model: it takes no images"),
-    (TEXT, {"video": ("30s@2fps",)}, "gpt2 is a text model: it takes no videos"),
-    (TEXT, {"video_grid": ("2,16,16",)}, "gpt2 is a text model: it takes no videos"),
-    (TEXT, {"audio": ("5",)}, "gpt2 takes no audio"),
-    (TEXT, {"max_pixels": "1000"}, "max_pixels needs images or videos"),
-    (TEXT, {"decoder_seq": "8"}, "gpt2 is no encoder-decoder: it takes no decoder_seq_len"),
-    (TEXT, {"context": "5"}, "context belongs to phase decode, not train"),
-    (VLM, {"audio": ("5",)}, "qwen2-vl-2b takes no audio"),
-    (VLM, {"max_pixels": "1000"}, "max_pixels needs images or videos"),
-    (VLM, {"phase": "sample"}, "qwen2-vl-2b is no diffusion model: there is no phase sample"),
-    *(
-        (model, {name: value}, f"{name} belongs to diffusion models: {shown} is none")
-        for model, shown in ((TEXT, "gpt2"), (VLM, "qwen2-vl-2b"), (IMAGES, "vit-base-patch16-224"))
-        for name, value in {"sampling_steps": "4", "guidance": "on", "parts": "vae"}.items()
-    ),
-    *(
-        (IMAGES, {name: value}, f"vit-base-patch16-224 takes images alone: leave {KEYWORDS.get(name, name)} out")
-        for name, value in {"seq": "8", "text": "8", "lengths": "4,4", "logits": "last"}.items()
-    ),
-    (IMAGES, {"video": ("30s@2fps",)}, "videos: vit-base-patch16-224 takes no videos"),
-    (IMAGES, {"max_pixels": "1000"}, "max_pixels: vit-base-patch16-224's processor has no such limit"),
-    (DRAWS, {"video": ("30s@2fps",)}, "videos: flux.1-dev takes no videos"),
-    (DRAWS, {"guidance": "on"}, "guidance belongs to phase sample, not train"),
-    *(
-        (DRAWS, {name: value}, f"{KEYWORDS.get(name, name)}: flux.1-dev {DIFFUSES}")
-        for name, value in {
-            "seq": "8", "lengths": "4,4", "image_grid": ("1,16,16",), "audio": ("5",), "max_pixels": "9",
-            "context": "5", "logits": "last",
-        }.items()
-    ),
-]  # fmt: skip
-NUMBERS = ("seq", "text", "decoder_seq", "context", "max_pixels", "sampling_steps")
-
-
-def read_python(name: str, value: Any) -> Any:
-    """A field's text as a bound model takes it."""
-    if name in NUMBERS:
-        return int(value)
-    if name in ("lengths", "image_grid", "video_grid"):
-        rows = [[int(each) for each in row.split(",")] for row in ((value,) if isinstance(value, str) else value)]
-        return rows[0] if name == "lengths" else rows
-    return [float(each) for each in value] if name == "audio" else value
-
-
-@pytest.mark.parametrize(("model", "field", "why"), UNUSED, ids=[f"{each[0]} {next(iter(each[1]))}" for each in UNUSED])
-def test_a_field_that_a_model_cannot_use(capsys: Capture, model: str, field: dict[str, Any], why: str) -> None:
-    """Refused by every door for the same reason; a bound call says it too."""
-    fields = {**({} if field.keys() & {"text", "lengths"} else SIZED[model]), **field}
-    if model == IMAGES:
-        fields |= SIZED[model]
-    with pytest.raises(FlopcalcError) as raised:
-        estimate_flops(model, **make_keywords(fields))
-    assert str(raised.value) == why
-    told = fail(capsys, "estimate", model, *make_words(fields))
-    assert respell(told) == why
-    assert respell(ask_page("flops", model, fields)["error"]) == why
-    with pytest.raises(FlopcalcError) as raised:
-        flopcalc.bind(model)(**{KEYWORDS.get(name, name): read_python(name, value) for name, value in fields.items()})
-    assert str(raised.value) == why
-
-
-def respell(told: str) -> str:
-    """Options as Python keywords."""
-    names = {spell_option(name, ""): KEYWORDS.get(name, name) for name in FIELDS}
-    return re.sub(r"--[a-z-]+", lambda option: names[option[0]], told)
-
-
-def test_a_bound_call_takes_what_the_command_line_takes(capsys: Capture) -> None:
-    """Text, videos and sizes as texts mean the same in a loop."""
-    bound = flopcalc.bind(VLM)
-    for fields, keywords in (
-        ({"text": "100", "image": ("224x224",)}, {"text": 100, "images": ["224x224"]}),
-        ({"text": "100", "image": ("224x224",)}, {"text": 100, "images": [(224, 224)]}),
-        ({"text": "100", "video": ("448x448x4",)}, {"text": 100, "videos": [(448, 448, 4)]}),
-        ({"text": "100", "video": ("2s@2fps",)}, {"text": 100, "videos": ["2s@2fps"]}),
-        ({"seq": "2k", "image": ("4096x3072",), "max_pixels": "200k"},
-         {"seq_len": 2048, "images": [(4096, 3072)], "max_pixels": 200_000}),
-    ):  # fmt: skip
-        assert bound(**keywords).total == run_json(capsys, "estimate", VLM, *make_words(fields))["flops"]["total"]
-    with pytest.raises(FlopcalcError, match=r"a bound model takes no imagez\. Did you mean images,"):
-        bound(1, 64, imagez=[(224, 224)])
-    with pytest.raises(FlopcalcError, match="what trains, formats and the device are given to bind"):
-        bound(1, 64, lora="r=8")
 
 
 def test_few_named_parameters() -> None:
