@@ -10,8 +10,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Linear, Norm, Op
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.rows import name_module
-from flopcalc.prediction.tensor_parallel import TensorSplit
-from flopcalc.prediction.work import Attention, MemoryCall, Width
+from flopcalc.prediction.work import Attention, MemoryCall, TensorSplit, Width
 
 _FLOAT = 4  # bytes of what is always computed in float32
 _CLOSED = ("attention_projections", "router", "lm_head", "head")  # parts with no activation function after them
