@@ -336,9 +336,11 @@ class _Maker:
             ways += [("backward", False)] if row.has_backward else []
             ways += [("forward", True)] if any(product.passes.recompute for product in row.products) else []
         pairs = op.rows.rows if isinstance(op.rows, Minus) else op.rows
+        is_needed = False
         if isinstance(pairs, Either):  # HF goes through all keys; kernels of training frameworks read those selected
             is_told = isinstance(pairs.needed, (Pairs, Expression))
-            pairs = pairs.needed if self.is_fused and is_told and self.kernel != "eager" else pairs.executed
+            is_needed = self.is_fused and is_told and self.kernel != "eager"
+            pairs = pairs.needed if is_needed else pairs.executed
         if isinstance(pairs, InDecoder) and load.decoder is not None:
             pairs, load = pairs.inner, load.decoder
         module = name_module(block, op)
@@ -348,7 +350,7 @@ class _Maker:
             past = load.context + (load.seq + 1) // 2
             shapes = [("decode", load.rows, 1, min(past, window) if window else past, self.steps)]
         elif isinstance(pairs, Expression):
-            shapes = self._find_summed(module, pairs, block, op)
+            shapes = self._find_summed(module, pairs, block, op, is_needed)
         else:
             for (kept, length), many in pairs.attention_calls(load, op.times).items():
                 shapes.append(self._find_shape(module, pairs, kept, length, many, window))
@@ -383,7 +385,7 @@ class _Maker:
         return mask, 1 if one_by_one else many, length, length, many if one_by_one else 1
 
     def _find_summed(
-        self, module: str, rows: Expression, block: Block, op: Attend
+        self, module: str, rows: Expression, block: Block, op: Attend, is_needed: bool
     ) -> list[tuple[CallMask, int, int, int, float]]:
         """Calls of an attention op whose pairs a spec sums up: all of them alike."""
         load, unit = self.load, rows.unit
@@ -392,7 +394,7 @@ class _Maker:
             own = load.decoder if unit == "decoder" and load.decoder is not None else load
             keys = -(-pairs // (own.rows * self.steps))
             return [("decode", own.rows, 1, keys, self.steps)] if keys else []
-        queries = count_queries(op, [row.op for row in block.rows], load)
+        queries = count_queries(op, [row.op for row in block.rows], load, is_needed=is_needed)
         if not pairs or not queries:
             return []
         is_joined = module in self.masked and unit == "call"  # all images are one sequence, and a mask keeps them apart

@@ -8,6 +8,7 @@ from flopcalc.base.vocabulary import ProductDirection
 from flopcalc.core.count.products import Block, Product, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Op, iterate, join
+from flopcalc.core.workload.sums import Either
 from flopcalc.core.workload.workload import Workload
 
 
@@ -40,12 +41,17 @@ def find_reader(ops: Sequence[Op], place: int) -> Op | None:
     return next((op for op in (*ops[place:], *reversed(ops[:place])) if op.kind == "linear"), None)
 
 
-def count_queries(op: Attend, ops: Sequence[Op], load: Workload) -> int:
-    """Queries of an attention op in one call: as its spec says, else as many as the rows of what reads it."""
-    if op.queries is not None:
-        return op.queries.count(load, "full")
-    reader = find_reader(ops, ops.index(op))
-    return reader.rows.count(load, "full") * reader.times if reader is not None else 0
+def count_queries(op: Attend, ops: Sequence[Op], load: Workload, *, is_needed: bool = False) -> int:
+    """Queries of an attention op in one call: as its spec says, else as many as the rows of what reads it.
+
+    `is_needed`: only those that the model needs, where HF's code computes more.
+    """
+    reader = find_reader(ops, ops.index(op)) if op.queries is None else None
+    rows = op.queries or (reader.rows if reader is not None else None)
+    if rows is None:
+        return 0
+    rows = rows.needed if is_needed and isinstance(rows, Either) else rows
+    return rows.count(load, "full") * (reader.times if reader is not None else 1)
 
 
 def find_shifted(estimator: Estimator, chain: Chain | None, trained: Set[str], modules: list[str]) -> set[str]:
