@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_products import make_product
 
 from flopcalc import estimate_flops, plan, predict
 from flopcalc.base.data import find_data_dir
@@ -25,7 +26,7 @@ from flopcalc.prediction.watts import (
     find_watts,
     load_watts,
 )
-from flopcalc.prediction.work import Attention, Product
+from flopcalc.prediction.work import Attention
 
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -238,10 +239,9 @@ def test_a_broken_file_of_watts_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_numbers_that_calls_move() -> None:
-    product = Product("m", "language", "mlp", "forward", 16, 32, 8)
-    assert product.moved == 16 * 8 + 16 * 32 + 32 * 8
-    assert product._replace(copies=4).moved == 16 * 40 + 4 * 256
-    assert product._replace(m=2, copies=4).moved == 2 * 40 + 2 * 256  # two rows reach two experts
+    assert make_product("forward", 16, 32, 8).moved == 16 * 8 + 16 * 32 + 32 * 8
+    assert make_product("forward", 16, 32, 8, copies=4).moved == 16 * 40 + 4 * 256
+    assert make_product("forward", 2, 32, 8, copies=4).moved == 2 * 40 + 2 * 256  # two rows reach two experts
     call = Attention("a", "language", "forward", "causal", 2, 4, 2, 8, 8, 10, 20)
     assert call.moved == 2 * (4 * 10 + 2 * 20) * 16
     assert call._replace(direction="backward").moved == 2 * call.moved
