@@ -15,7 +15,6 @@ from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
-from flopcalc.core.model.names import find_preset
 from flopcalc.core.spec.aliases import list_types, map_config, name_family
 
 PIPELINE_FILE = "model_index.json"  # of diffusers
@@ -386,6 +385,8 @@ def _load_hub(hub_id: str, download: bool) -> Source:
 
 def _load_by_name(name: str) -> Source | None:
     """The preset that has a hub id, or that a model's name stands for, with a note."""
+    from flopcalc.core.model.names import find_preset  # imported lazily: a preset's own name needs no search
+
     found = find_preset(name)
     if found is None:
         return None
@@ -414,6 +415,8 @@ def _download(hub_id: str) -> Source:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
+        from flopcalc.core.model.names import find_preset
+
         preset = find_preset(hub_id)
         other = (
             f"; without {spell('download', True)}, preset {get_stem(preset.path)} is used" if preset is not None else ""
