@@ -27,7 +27,7 @@ from flopcalc.setup.setup import Setup
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs of the layouts that are looked at for the smallest that fits
 _SHOWN = ("p50", "p90", "p95", "p99")
-_MOST_LOAD = 1 << 14  # requests in flight that objectives are looked for
+_LEAST_LOAD, _MOST_LOAD = 1e-3, 1 << 14  # requests in flight, or per second, that objectives are looked for
 HOST = ("step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors")
 # What a reader calls a class of work.
 _NAMES = {"dense": "weights", "math": "products", "experts": "experts", "kv": "KV cache", "sums": "collectives",
@@ -372,7 +372,7 @@ def _judge(answer: ServingAnswer, load: Load, run: Callable[[Traffic], Load], ra
             low, high = high, 2 * high
             if high > _MOST_LOAD:
                 return low
-        while high - low > (0.02 * high if is_rate else max(1.0, 0.02 * high)):
+        while high > _LEAST_LOAD and high - low > (0.02 * high if is_rate else max(1.0, 0.02 * high)):
             middle = (low + high) / 2 if is_rate else float(int(low + high) // 2)
             low, high = (middle, high) if _meets(run(_set_load(traffic, middle)), names) else (low, middle)
         return low

@@ -316,6 +316,12 @@ def test_objectives() -> None:
     assert judged["goodput_tokens_per_s"] <= found["tokens_per_s"]["mid"] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("load", [{}, {"concurrency": None, "rate": 2}])
+def test_an_objective_that_no_load_keeps(load: dict[str, Any]) -> None:
+    judged = flopcalc.serving("llama-3.1-8b", **{**_ASKED, **load, "ttft": "1ms"}).to_dict()["objectives"]
+    assert (judged["most_load"], judged["gpus_needed"], judged["goodput_tokens_per_s"]) == (0, None, 0)
+
+
 @pytest.mark.parametrize(
     ("name", "fewer", "more"),
     [
