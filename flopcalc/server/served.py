@@ -10,8 +10,8 @@ from flopcalc.core.formats.formats import count_cache_bytes, find_sizes
 from flopcalc.core.formats.stored import StoredFormat, make_plain
 from flopcalc.core.model.ops import Attend, Op, Stage, Weighted, iterate, join
 from flopcalc.prediction.memory.tensors import find_reach
-from flopcalc.prediction.tensor_parallel import TensorSplit, count_chains, find_sides
-from flopcalc.prediction.work import Side
+from flopcalc.prediction.tensor_parallel import count_chains, find_sides
+from flopcalc.prediction.work import Side, TensorSplit
 
 CacheKind = Literal["full", "window", "latent", "state"]
 # Which products a format of four bits holds for in a model with experts, as the publishers' checkpoints have it:
