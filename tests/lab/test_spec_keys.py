@@ -12,7 +12,8 @@ from flopcalc.core.model.ops import Attend, Linear, Norm, Op, Pointwise, iterate
 from flopcalc.core.spec.spec import load_spec
 from flopcalc.prediction.execution_options import describe_inferred
 from flopcalc.prediction.rows import count_queries
-from flopcalc.prediction.tensor_parallel import TensorSplit, find_sides
+from flopcalc.prediction.tensor_parallel import find_sides
+from flopcalc.prediction.work import TensorSplit
 from lab.spec_keys import compare, infer_keys, infer_rotation, write_key
 
 EXAMPLES = list_data_files("examples")
