@@ -27,6 +27,7 @@ from flopcalc.setup.setup import Setup
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs of the layouts that are looked at for the smallest that fits
 _SHOWN = ("p50", "p90", "p95", "p99")
+_BUSY = 0.95  # share of the time that a queue for prompts is taken to be busy at most
 _LEAST_LOAD, _MOST_LOAD = 1e-3, 1 << 14  # requests in flight, or per second, that objectives are looked for
 HOST = ("step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors")
 # What a reader calls a class of work.
@@ -265,21 +266,28 @@ def _settle_users(run: Callable[[Traffic], Load], traffic: Traffic) -> Load:
 def _split_workers(answer: ServingAnswer, costs: StepCosts, step: StepModel, traffic: Traffic) -> Load:
     """Separate workers: prompts queue for the first kind, their keys are sent, the second kind decodes alone."""
     prefill, decode = traffic.workers
-    each = max(1, -(-(traffic.concurrency or 1) // decode))
-    # A decode worker finds all of a prompt but its last token in the cache that was sent to it.
-    own = _run_load(answer, costs, traffic._replace(concurrency=each, cached=traffic.input.high - 1))
-    mean = sum(request.input for request in own.requests) / len(own.requests)
-    alone = costs.run([(round(mean - traffic.cached), traffic.cached)], 0, 0.0) + costs.prompt
+    asked = traffic.concurrency or 1
     net = step.rates.net or find_interconnect(None, answer.device.id)
     link = net.across or net.inside[-1][1]
-    sent = mean * answer.room.bytes_per_token / link
+
+    def run_decodes(concurrency: float) -> Load:
+        """A decode worker finds all of a prompt but its last token in the cache that was sent to it."""
+        slots = max(1, -(-round(concurrency) // decode))
+        return _run_load(answer, costs, traffic._replace(concurrency=slots, cached=traffic.input.high - 1))
+
+    own = run_decodes(asked)
+    mean = sum(request.input for request in own.requests) / len(own.requests)
+    chunk = (round(mean - traffic.cached), traffic.cached)
+    together = max(1, min(answer.engine.max_batched_tokens // chunk[0], asked // prefill))
+    alone, sent = costs.run([chunk], 0, 0.0) + costs.prompt, mean * answer.room.bytes_per_token / link
+    capacity = prefill * answer.layout.replicas * together / costs.run([chunk] * together, 0, 0.0)
+    busy = asked / (alone + sent + own.mean("e2e_s") - own.mean("ttft_s")) / capacity
+    if busy > 1:  # the others wait for a worker, so fewer decode
+        own = run_decodes(min(asked, capacity * (own.mean("e2e_s") - own.mean("ttft_s"))))
     decoding = own.mean("e2e_s") - own.mean("ttft_s")
-    wait = 0.0
-    for _ in range(60):  # requests in flight and the queue for prompts settle
-        busy = min(0.999, (traffic.concurrency or 1) / (alone + wait + sent + decoding) * alone / prefill)
-        # All wait for all at once at most; a queue of regular service otherwise.
-        longest = alone * max(0.0, (traffic.concurrency or 1) / prefill - 1)
-        wait = 0.5 * wait + 0.5 * min(longest, alone * busy / (2 * (1 - busy)))
+    # Past saturation all but those that are served wait; before it, a queue with regular service.
+    busy = min(busy, _BUSY)
+    wait = max(busy / (1 - busy) / (2 * capacity), asked / capacity - alone - sent - decoding)
     first = alone + wait + sent
     kept = {
         "ttft_s": [(first, share) for _, share in own.kept["ttft_s"]],
