@@ -273,6 +273,7 @@ async function askCounts(mine) {
   await Promise.all(state.setups.map(async (setup, at) => {
     try {
       const answer = await quick.ask(`count-${at}`, { what: "flops", setup });
+      if (at >= state.setups.length) return; // it was removed meanwhile
       // A slider moves on while Python counts: what arrives is shown all the same, it is the newest there is.
       counted[at] = { ...answer, of: JSON.stringify(setup) };
       if (mine === round) settle();
