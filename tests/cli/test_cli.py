@@ -80,7 +80,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--phase", "decode", "--context", "1024"], "beyond the 1024 positions"),
     # images
     (["--model", "gpt2", "--seq", "5", "--image", "10x10"], "is a text model: it takes no images"),
-    (["--model", "gpt2", "--seq", "5", "--video-grid", "1,2,2"], "is a text model: it takes no images"),
+    (["--model", "gpt2", "--seq", "5", "--video-grid", "1,2,2"], "is a text model: it takes no videos"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--video-grid", "1,24,24"], "takes no videos"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--video-grid", "2,24,24"], "takes no videos"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--image-grid", "1,12,12"], "1,24,24"),
@@ -100,7 +100,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "llava-1.5-7b", "--seq", "999", "--image", "9x9", "--max-pixels", "9"], "has no such limit"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--video", "9s@1fps"], "--video: llava-1.5-7b takes no videos"),
     (["--model", "qwen2-vl", "--seq", "999", "--video", "9s"], "'9s' is no video; write 30s@2fps"),
-    (["--model", "gpt2", "--seq", "9", "--video", "9s@1fps"], "is a text model: it takes no images"),
+    (["--model", "gpt2", "--seq", "9", "--video", "9s@1fps"], "is a text model: it takes no videos"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "0x480"], "at least 1"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "axb"], "--image"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "3000x10"], "more than 200 times"),

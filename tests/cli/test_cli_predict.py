@@ -82,6 +82,7 @@ def test_without_training_nothing_is_kept(arguments: list[str], capsys: pytest.C
     assert "activations kept" not in out
 
 
+WATTS = "watts are fitted to measured steps of this GPU (docs/energy.md); CPUs, network and cooling are not included"
 HOST = "host time is for the calibrated host's CPU; --host-factor sets your CPU's slowdown"
 EAGER = "memory: HF's model in eager mode; the allocator's rounding is left out"
 FREED = "memory: gradients are freed before the forward pass; where several passes add them up they stay"
@@ -136,7 +137,7 @@ def test_notes(
 ) -> None:
     phase = arguments[arguments.index("--phase") + 1] if "--phase" in arguments else "train"
     at = notes.index(HOST) + 1 + (phase == "decode")
-    notes = [*notes[:at], describe_execution("eager", phase), *notes[at:]]
+    notes = [*notes[:at], describe_execution("eager", phase), WATTS, *notes[at:]]
     _, out, _ = run(capsys, *arguments, "--json")
     assert json.loads(out)["notes"] == notes
     _, out, _ = run(capsys, *arguments, "--memory")

@@ -20,7 +20,7 @@ import pytest
 from browser import Watched, build, find_chromium, find_locked, launch, serve
 
 from flopcalc.cli import main
-from flopcalc.web.build import HUB
+from flopcalc.web.build import HUB, POLICY
 
 pytestmark = pytest.mark.heavy
 LLAMA = {
@@ -503,11 +503,18 @@ def test_an_error_stands_once_at_its_field(page: Watched, state: str, field: str
     assert page.page.evaluate("() => document.activeElement.id") == f"f-{field}"
 
 
-def test_a_failed_start_is_said(driver: Any, site: Path, tmp_path: Path) -> None:
-    """As where WebAssembly is blocked: no view says that it computes."""
-    with launch(driver, tmp_path / "profile", service_workers="block") as context, serve(site) as address:
+@pytest.mark.parametrize("blocked", ["WebAssembly", "workers"])
+def test_a_failed_start_is_said(
+    driver: Any, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: str
+) -> None:
+    """No view says that it computes."""
+    broken = shutil.copytree(site, tmp_path / "site")
+    if blocked == "workers":
+        (broken / "worker.js").unlink()
+    else:
+        monkeypatch.setattr("flopcalc.web.serve.POLICY", POLICY.replace(" 'wasm-unsafe-eval'", ""))
+    with launch(driver, tmp_path / "profile") as context, serve(broken) as address:
         page = context.new_page()
-        page.route("**/pyodide/pyodide.asm.wasm", lambda route: route.abort())
         page.goto(f"{address}#{VIEWS['memory']}")
         page.locator("#status.error").filter(has_text="Python did not start").wait_for()
         page.locator("#headline [role=alert]").filter(has_text="Python did not start").wait_for()

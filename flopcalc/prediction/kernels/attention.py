@@ -58,9 +58,9 @@ def find_nearest(dims: Iterable[int], dim: float) -> int:
     return min(dims, key=lambda known: abs(math.log(known / dim)))
 
 
-def _list_dims(table: Table, direction: PassDirection, mask: str) -> dict[int, Sequence[float]]:
-    start = f"{direction}/{mask}/"
-    return {int(name.removeprefix(start)): values for name, values in table.items() if name.startswith(start)}
+def _list_dims(table: Table, direction: PassDirection, name: str) -> dict[int, Sequence[float]]:
+    start = f"{direction}/{name}/"
+    return {int(key.removeprefix(start)): values for key, values in table.items() if key.startswith(start)}
 
 
 def find_attention(tables: Sequence[Table], call: Attention, dim: float) -> tuple[Sequence[float], int]:

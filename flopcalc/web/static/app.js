@@ -49,7 +49,8 @@ async function main() {
   await load(choose(state.lang || localStorageGet("lang")));
   buildPage();
   render();
-  if (isLive === false) say(t(saved ? "status.starting" : "status.default"));
+  if (failure) say(describe(), true);
+  else if (!isLive) say(t(saved ? "status.starting" : "status.default"));
   await refresh();
 }
 
@@ -77,11 +78,14 @@ function say(text, isError = false) {
   status.classList.toggle("error", isError);
 }
 
+// What went wrong, in the page's words.
+const describe = (error = null) => (failure ? t("status.failed", { reason: failure }) : error?.message ?? "");
+
 function onStatus(kind, reason) {
   if (kind === "failed") {
-    failure = t("status.failed", { reason });
-    say(failure, true);
+    failure = reason;
     if (form) {
+      say(describe(), true);
       renderHeadline();
       renderPanel();
     }
@@ -236,7 +240,7 @@ async function takeLaunch(name, text) {
   try {
     answer = await quick.ask("launch", { what: "launch", name, text, setup: active() });
   } catch (error) {
-    if (!(error instanceof Dropped)) say(error.message, true);
+    if (!(error instanceof Dropped)) say(describe(error), true);
     return;
   }
   if (answer.error) {
@@ -281,7 +285,7 @@ async function askCounts(mine) {
       renderHeadline();
       if (state.view === "flops") renderPanel();
     } catch (error) {
-      if (!(error instanceof Dropped)) say(error.message, true);
+      if (!(error instanceof Dropped)) say(describe(error), true);
     }
   }));
 }
@@ -304,7 +308,7 @@ async function askExplanation(mine) {
     explanation = answers;
     renderPanel();
   } catch (error) {
-    if (!(error instanceof Dropped)) say(error.message, true);
+    if (!(error instanceof Dropped)) say(describe(error), true);
   }
 }
 
@@ -346,7 +350,7 @@ async function askView(mine) {
     if (mine === round) find("panel").removeAttribute("aria-busy");
     renderPanel();
   } catch (error) {
-    if (!(error instanceof Dropped)) say(error.message, true);
+    if (!(error instanceof Dropped)) say(describe(error), true);
   }
 }
 
@@ -413,7 +417,7 @@ function renderHeadline() {
     const answer = counted[at];
     const name = `${isOne ? "" : `${LETTERS[at]}: `}${answer?.estimate?.model.name ?? setup.model ?? ""}`;
     return h("article", { class: "card" }, h("h2", {}, name),
-      failure && !answer ? h("p", { class: "error", role: "alert" }, failure)
+      failure && !answer ? h("p", { class: "error", role: "alert" }, describe())
         : !answer ? h("p", {}, t("status.waiting"))
           : answer.error ? showProblem(answer.error, setup, at) : showCount(answer, at));
   });

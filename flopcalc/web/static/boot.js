@@ -1,3 +1,5 @@
-// Starts Python before anything else of the page is loaded.
+// Starts Python before anything else of the page is loaded; what it says is kept until the page listens.
 export const firstWorker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
-firstWorker.addEventListener("message", (event) => (firstWorker.early ??= []).push(event.data)); // until the page listens
+firstWorker.early = [];
+firstWorker.addEventListener("message", (event) => firstWorker.early.push(event.data));
+firstWorker.addEventListener("error", (event) => firstWorker.early.push({ failed: event.message || "the worker did not start" }));

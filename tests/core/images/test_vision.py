@@ -129,7 +129,7 @@ def test_bound_vision(model: str, expected: Vision | None) -> None:
     ("model", "arguments", "words"),
     [
         ("sweep-tiny", {"image_grid_thw": [[1, 2, 2]]}, "is a text model: it takes no images"),
-        ("sweep-tiny", {"video_grid_thw": [[1, 2, 2]]}, "is a text model: it takes no images"),
+        ("sweep-tiny", {"video_grid_thw": [[1, 2, 2]]}, "is a text model: it takes no videos"),
         ("llava-1.5-7b", {"video_grid_thw": [[1, 24, 24]]}, "takes no videos"),
         ("llava-1.5-7b", {"image_grid_thw": [[1, 12, 12]]}, "images of one size, 1,24,24"),
         ("qwen2-vl", {"image_grid_thw": [[1, 3, 4]]}, "multiples of 2"),
