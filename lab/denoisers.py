@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from flopcalc.core.spec.spec import find_spec
+
 Json = dict[str, Any]
 _NOT_GIVEN = ("model_type", "expand_timesteps")  # what no class takes
+_UNMASKED = ("ControlNetModel", "PixArtTransformer2DModel", "UNet2DConditionModel")  # a mask is a choice there
 # Keys that hold the width of the text's embeddings; the first that a config sets.
-_TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels", "cross_attention_dim")
+_TEXT_WIDTHS = (
+    "encoder_hid_dim", "joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels", "cap_feat_dim",
+    "in_text_dim", "cross_attention_dim",
+)  # fmt: skip
 
 
 def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -38,66 +45,98 @@ def make_denoiser_inputs(
     device: str = "cpu",
 ) -> Json:
     """Random arguments of a denoiser's forward, for latents (t, h, w) as a Workload holds them."""
+    import diffusers
+
     name = str(config["_class_name"])
     place: Json = {"dtype": dtype, "device": device}
     t, h, w = grid
-    channels = config.get("in_channels", 4)
-    given: Json = {"timestep": torch.ones(batch, **place)}
-    if name == "DiTTransformer2DModel":
-        labels = torch.zeros(batch, dtype=torch.long, device=device)
-        return {**given, "hidden_states": torch.randn(batch, channels, h, w, **place), "class_labels": labels}
-    given["encoder_hidden_states"] = torch.randn(batch, text, _find_text_width(config), **place)
-    if name == "UNet2DConditionModel":
-        given["sample"] = torch.randn(batch, channels, h, w, **place)
-        if config.get("addition_embed_type") == "text_time":
-            ids = 6 * int(config["addition_time_embed_dim"])
-            pooled = int(config["projection_class_embeddings_input_dim"]) - ids
-            given["added_cond_kwargs"] = {
-                "text_embeds": torch.randn(batch, pooled, **place),
-                "time_ids": torch.ones(batch, 6, **place),
-            }
-        return given
-    if config.get("pooled_projection_dim"):
-        given["pooled_projections"] = torch.randn(batch, config["pooled_projection_dim"], **place)
+    latents = find_latents(name)
+    taken = inspect.signature(getattr(diffusers, name).forward).parameters
+    sizes = {"b": batch, "c": _find_channels(config), "t": t, "h": h, "w": w, "n": t * h * w}
+    given: Json = {latents["input"]: torch.randn(*(sizes[axis] for axis in latents["axes"].split()), **place)}
+    if "timestep" in taken:
+        given["timestep"] = torch.ones(batch, **place)
+    if name == "DiTTransformer2DModel" or config.get("num_class_embeds"):
+        given["class_labels"] = torch.ones(batch, dtype=torch.long, device=device)
+    if latents.get("text"):
+        given[latents["text"]] = torch.randn(batch, text, _find_text_width(config), **place)
+    if name in ("FluxControlNetModel", "QwenImageControlNetModel"):
+        channels = config["in_channels"] + config.get("extra_condition_channels", 0)
+        given["controlnet_cond"] = torch.randn(batch, t * h * w, channels, **place)
+    if config.get("num_mode"):
+        given["controlnet_mode"] = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    if name == "ControlNetModel":
+        pixels = 2 ** (len(config["conditioning_embedding_out_channels"]) - 1)
+        given["controlnet_cond"] = torch.randn(batch, 3, h * pixels, w * pixels, **place)
+    if config.get("time_cond_proj_dim"):
+        given["timestep_cond"] = torch.randn(batch, config["time_cond_proj_dim"], **place)
+    if config.get("addition_embed_type") == "text_time":
+        pooled = int(config["projection_class_embeddings_input_dim"]) - 6 * int(config["addition_time_embed_dim"])
+        given["added_cond_kwargs"] = {
+            "text_embeds": torch.randn(batch, pooled, **place),
+            "time_ids": torch.ones(batch, 6, **place),
+        }
+    if width := config.get("pooled_projection_dim") or config.get("in_text_dim2"):
+        given["pooled_projections"] = torch.randn(batch, width, **place)
+    if "visual_rope_pos" in taken:
+        given["visual_rope_pos"] = [torch.arange(size // side) for size, side in zip(grid, (1, 2, 2), strict=True)]
+        given["text_rope_pos"] = torch.arange(text)
+    if channels := config.get("vace_in_channels"):
+        given["control_hidden_states"] = torch.randn(batch, channels, *grid, **place)
+    if name == "HunyuanVideo15Transformer3DModel":
+        given["encoder_hidden_states_2"] = torch.randn(batch, 256, config["text_embed_2_dim"], **place)
+        given["encoder_attention_mask_2"] = torch.ones(batch, 256, dtype=torch.long, device=device)
+        given["image_embeds"] = torch.randn(batch, 729, config["image_embed_dim"], **place)
+    if config.get("inject_sample_info"):
+        given["fps"] = [1] * batch
     if config.get("guidance_embeds", name == "HunyuanVideoTransformer3DModel"):  # else as the class does
         given["guidance"] = torch.ones(batch, **place)
-    if name in ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel"):
-        given["hidden_states"] = torch.randn(batch, t * h * w, channels, **place)
-    elif name == "CogVideoXTransformer3DModel":
-        given["hidden_states"] = torch.randn(batch, t, channels, h, w, **place)
-        if config.get("ofs_embed_dim"):
-            given["ofs"] = torch.ones(1, **place)
-    elif name in ("WanTransformer3DModel", "HunyuanVideoTransformer3DModel"):
-        given["hidden_states"] = torch.randn(batch, channels, t, h, w, **place)
-        if config.get("image_dim"):
-            two = config.get("pos_embed_seq_len")  # the first image and the last
-            shape = (2 * batch, two // 2) if two else (batch, 257)
-            given["encoder_hidden_states_image"] = torch.randn(*shape, config["image_dim"], **place)
-    else:
-        given["hidden_states"] = torch.randn(batch, channels, h, w, **place)
+    if config.get("ofs_embed_dim"):
+        given["ofs"] = torch.ones(1, **place)
+    if config.get("image_dim"):
+        two = config.get("pos_embed_seq_len")  # the first image and the last
+        shape = (2 * batch, two // 2) if two else (batch, 257)
+        given["encoder_hidden_states_image"] = torch.randn(*shape, config["image_dim"], **place)
     if config.get("expand_timesteps"):
         patch = 1
         for side in config.get("patch_size", (1,)) if name == "WanTransformer3DModel" else ():
             patch *= side
         given["timestep"] = torch.ones(batch, t * h * w // patch, **place)
-    if name == "FluxTransformer2DModel":
-        given |= {"img_ids": torch.zeros(t * h * w, 3, **place), "txt_ids": torch.zeros(text, 3, **place)}
-    elif name == "QwenImageTransformer2DModel":
-        given |= {
-            "encoder_hidden_states_mask": torch.ones(batch, text, device=device),
-            "img_shapes": [[(t, h, w)]] * batch,
-        }
-    elif name == "HunyuanVideoTransformer3DModel":
-        given["encoder_attention_mask"] = torch.ones(batch, text, device=device)
-    elif name == "LTXVideoTransformer3DModel":
-        given["encoder_attention_mask"] = torch.ones(batch, text, device=device)
+    if "img_ids" in taken:
+        axes = len(config.get("axes_dims_rope", (0, 0, 0)))
+        given |= {"img_ids": torch.zeros(t * h * w, axes, **place), "txt_ids": torch.zeros(text, axes, **place)}
+    if "img_shapes" in taken:
+        given["img_shapes"] = [[(t, h, w)]] * batch
+    for key in ("encoder_attention_mask", "encoder_hidden_states_mask"):
+        if key in taken and name not in _UNMASKED:
+            given[key] = torch.ones(batch, text, dtype=torch.long, device=device)
+    if "num_frames" in taken:
         given |= {"num_frames": t, "height": h, "width": w}
-    elif name == "PixArtTransformer2DModel":
+    given |= {
+        key: torch.ones(batch, 2, **place) for key in ("original_size", "target_size", "crop_coords") if key in taken
+    }
+    if name == "ZImageTransformer2DModel":  # a list of samples each
+        given = {"x": list(given["x"]), "cap_feats": list(given["cap_feats"]), "t": torch.ones(batch, **place)}
+    if name == "PixArtTransformer2DModel":
         given["added_cond_kwargs"] = {
             "resolution": torch.ones(batch, 2, **place),
             "aspect_ratio": torch.ones(batch, 1, **place),
         }
     return given
+
+
+def _find_channels(config: Mapping[str, Any]) -> int:
+    if "in_visual_dim" in config:  # of Kandinsky 5: with a given image and its mask
+        is_given = int(config.get("visual_cond", False))
+        return int(config["in_visual_dim"]) * (1 + is_given) + is_given
+    return int(config.get("in_channels", 4))
+
+
+def find_latents(name: str) -> Mapping[str, str]:
+    """What a denoiser's spec says of its input."""
+    spec = find_spec(name)
+    assert spec is not None  # else there is nothing to compare it with
+    return spec.latents
 
 
 def _find_text_width(config: Mapping[str, Any]) -> int:

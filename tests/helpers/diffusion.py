@@ -55,6 +55,82 @@ TINY: dict[str, dict[str, Any]] = {
         "sample_width": 8, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 5,
         "use_rotary_positional_embeddings": True, "num_attention_heads": 2, "attention_head_dim": 12,
     },
+    "Flux2Transformer2DModel": {
+        "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 10, "mlp_ratio": 2.5,
+        "timestep_guidance_channels": 14, "num_attention_heads": 2, "attention_head_dim": 16,
+        "axes_dims_rope": [4, 4, 4, 4], "guidance_embeds": True,
+    },
+    "ChromaTransformer2DModel": {
+        "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 10,
+        "axes_dims_rope": [4, 4, 4], "approximator_num_channels": 8, "approximator_hidden_dim": 14,
+        "approximator_layers": 2, **_WIDE,
+    },
+    "AuraFlowTransformer2DModel": {
+        "in_channels": 4, "num_mmdit_layers": 2, "num_single_dit_layers": 2, "joint_attention_dim": 10,
+        "caption_projection_dim": 24, "pos_embed_max_size": 64, **_WIDE,
+    },
+    "Lumina2Transformer2DModel": {
+        "in_channels": 4, "hidden_size": 24, "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 4,
+        "num_kv_heads": 2, "multiple_of": 10, "axes_dim_rope": [2, 2, 2], "axes_lens": [60, 32, 32],
+        "cap_feat_dim": 10,
+    },
+    "BriaTransformer2DModel": {
+        "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 10,
+        "axes_dims_rope": [4, 4, 4], **_WIDE,
+    },
+    "LongCatImageTransformer2DModel": {
+        "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 10,
+        "axes_dims_rope": [4, 4, 4], **_WIDE,
+    },
+    "OvisImageTransformer2DModel": {
+        "in_channels": 8, "out_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 10,
+        "axes_dims_rope": [4, 4, 4], **_WIDE,
+    },
+    "CogView3PlusTransformer2DModel": {
+        "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16,
+        "text_embed_dim": 10, "time_embed_dim": 6, "condition_dim": 4, "pos_embed_max_size": 8, "sample_size": 8,
+    },
+    "WanVACETransformer3DModel": {
+        "patch_size": [1, 2, 2], "in_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20,
+        "num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 6, **_WIDE,
+    },
+    "HunyuanVideo15Transformer3DModel": {
+        "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 10,
+        "text_embed_2_dim": 6, "image_embed_dim": 14, "patch_size": 2, "rope_axes_dim": [4, 4, 4], **_WIDE,
+    },
+    "SkyReelsV2Transformer3DModel": {
+        "patch_size": [1, 2, 2], "in_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20,
+        "num_layers": 2, **_WIDE,
+    },
+    "Kandinsky5Transformer3DModel": {
+        "in_visual_dim": 4, "in_text_dim": 10, "in_text_dim2": 6, "time_dim": 14, "out_visual_dim": 2, "model_dim": 24,
+        "ff_dim": 20, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": [4, 4, 4],
+    },
+    "FluxControlNetModel": {
+        "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 10,
+        "pooled_projection_dim": 6, "guidance_embeds": True, "axes_dims_rope": [4, 4, 4], **_WIDE,
+    },
+    "QwenImageControlNetModel": {
+        "in_channels": 8, "out_channels": 2, "num_layers": 2, "joint_attention_dim": 10, "axes_dims_rope": [4, 4, 4],
+        "extra_condition_channels": 4, **_WIDE,
+    },
+    "ControlNetModel": {
+        "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "attention_head_dim": 2, "norm_num_groups": 4,
+        "conditioning_embedding_out_channels": [6, 10, 14, 4],
+    },
+    "ZImageTransformer2DModel": {
+        "in_channels": 4, "dim": 24, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2,
+        "cap_feat_dim": 10, "axes_dims": [4, 4, 4], "axes_lens": [128, 32, 32],
+    },
+    "CogView4Transformer2DModel": {
+        "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16,
+        "text_embed_dim": 10, "time_embed_dim": 6, "condition_dim": 4, "rope_axes_dim": [8, 8], "sample_size": 8,
+    },
+    "SanaTransformer2DModel": {
+        "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_cross_attention_heads": 3, "cross_attention_dim": 24,
+        "cross_attention_head_dim": 6, "caption_channels": 10, "sample_size": 8, **_WIDE,
+    },
     "UNet2DConditionModel": {
         "sample_size": 8, "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10,
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
@@ -65,6 +141,17 @@ TINY_VAES: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {
         "block_out_channels": [4, 8, 8], "latent_channels": 2, "layers_per_block": 2, "norm_num_groups": 2,
         "down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3,
+    },
+    "AutoencoderKLFlux2": {
+        "block_out_channels": [4, 8, 8, 8], "latent_channels": 2, "layers_per_block": 1, "norm_num_groups": 2,
+    },
+    "AutoencoderDC": {
+        "latent_channels": 4, "attention_head_dim": 4, "encoder_block_out_channels": [4, 8, 16],
+        "decoder_block_out_channels": [4, 8, 16], "encoder_layers_per_block": [1, 1, 1],
+        "decoder_layers_per_block": [1, 2, 1], "encoder_qkv_multiscales": [[], [], [5]],
+        "decoder_qkv_multiscales": [[], [], [5, 3]],
+        "encoder_block_types": ["ResBlock", "ResBlock", "EfficientViTBlock"],
+        "decoder_block_types": ["ResBlock", "EfficientViTBlock", "EfficientViTBlock"],
     },
     "AutoencoderKLWan": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
     "AutoencoderKLQwenImage": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
@@ -79,8 +166,20 @@ TINY_VAES: dict[str, dict[str, Any]] = {
         "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1, 1],
     },
 }  # fmt: skip
+IMAGES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC")  # what takes no videos
 # The same classes with other settings; name -> class and config.
 MORE_VAES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DC, without a first block": (
+        "AutoencoderDC",
+        {
+            "latent_channels": 4, "attention_head_dim": 4, "encoder_block_out_channels": [4, 8, 16],
+            "decoder_block_out_channels": [4, 8, 16], "encoder_layers_per_block": [0, 1, 1],
+            "decoder_layers_per_block": [0, 1, 1], "encoder_qkv_multiscales": [[], [], []],
+            "decoder_qkv_multiscales": [[], [], []], "decoder_block_types": "ResBlock",
+            "encoder_block_types": ["ResBlock", "ResBlock", "EfficientViTBlock"],
+            "upsample_block_type": "interpolate", "downsample_block_type": "Conv",
+        },
+    ),
     "Wan 2.2": (
         "AutoencoderKLWan",
         {
@@ -144,6 +243,8 @@ MORE: dict[str, list[dict[str, Any]]] = {
             "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 2,
             "projection_class_embeddings_input_dim": 18,
         },
+        {**TINY["UNet2DConditionModel"], "num_class_embeds": 7, "time_cond_proj_dim": 6},
+        {**TINY["UNet2DConditionModel"], "encoder_hid_dim": 14, "encoder_hid_dim_type": "text_proj"},
     ],
     "WanTransformer3DModel": [
         {**TINY["WanTransformer3DModel"], "in_channels": 9, "image_dim": 7, "added_kv_proj_dim": 24},
@@ -153,6 +254,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {**TINY["HunyuanVideoTransformer3DModel"], "image_condition_type": "token_replace", "guidance_embeds": False},
         {**TINY["HunyuanVideoTransformer3DModel"], "image_condition_type": "latent_concat", "in_channels": 9},
     ],
+    "SkyReelsV2Transformer3DModel": [
+        {**TINY["SkyReelsV2Transformer3DModel"], "in_channels": 9, "image_dim": 7, "added_kv_proj_dim": 24},
+        {**TINY["SkyReelsV2Transformer3DModel"], "inject_sample_info": True},
+    ],
+    "FluxControlNetModel": [{**TINY["FluxControlNetModel"], "num_mode": 3, "num_single_layers": 0}],
+    "Kandinsky5Transformer3DModel": [{**TINY["Kandinsky5Transformer3DModel"], "visual_cond": True}],
     "LTXVideoTransformer3DModel": [{**TINY["LTXVideoTransformer3DModel"], "expand_timesteps": True}],
     "CogVideoXTransformer3DModel": [
         {**TINY["CogVideoXTransformer3DModel"], "in_channels": 8, "patch_size_t": 2, "ofs_embed_dim": 6},
@@ -171,15 +278,20 @@ def make_inputs(name: str, config: dict[str, Any], batch: int, text: int, grid: 
     return make_denoiser_inputs({"_class_name": name, **config}, batch, text, grid)
 
 
+def flatten(out: Any) -> list[torch.Tensor]:
+    """The tensors of what a model returns: a sample, a list of samples, the lists of a ControlNet."""
+    return [out] if isinstance(out, torch.Tensor) else [tensor for each in out or () for tensor in flatten(each)]
+
+
 def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> OperatorCount:
     """What a counter sees of one forward pass, or of one with its backward pass; attention is plain products."""
     model.train(train)
 
     def step() -> None:
         with torch.set_grad_enabled(train):
-            out = model(**inputs, return_dict=False)[0]
+            out = flatten(model(**inputs, return_dict=False))
         if train:
-            out.float().sum().backward()
+            sum(each.float().sum() for each in out).backward()
 
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -230,7 +342,7 @@ def find_vae_differences(
     model = build(name, config).eval()
     batch, t, h, w = size
     channels = 3 if side == "encode" else config.get("latent_channels", config.get("z_dim"))
-    given = torch.randn(batch, channels, h, w) if name == "AutoencoderKL" else torch.randn(batch, channels, t, h, w)
+    given = torch.randn(batch, channels, h, w) if name in IMAGES else torch.randn(batch, channels, t, h, w)
     times = [torch.ones(batch)] if config.get("timestep_conditioning") and side == "decode" else []
 
     def step() -> None:

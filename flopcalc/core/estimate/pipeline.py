@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import ConfigError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_items, check_size
+from flopcalc.base.units import check_items, check_positive, check_size
 from flopcalc.base.vocabulary import PIPELINE_PHASES, Convention, Kernel, Phase, PipelinePhase, Recompute, check_word
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
@@ -22,10 +22,11 @@ from flopcalc.core.model.components import Pipeline, read_pipeline
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op, Stage, Weighted
 from flopcalc.core.recipe.recipe import make_recipe
+from flopcalc.core.spec.spec import find_spec
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device
 
-_DENOISER, _TEXT, _IMAGE, _VAE = "denoiser", "text_encoder", "image_encoder", "vae"
+_DENOISER, _TEXT, _IMAGE, _VAE, _BESIDE = "denoiser", "text_encoder", "image_encoder", "vae", "controlnet"
 _COMPONENTS = {_TEXT: "text_encoder", _IMAGE: "vision", _VAE: "vae"}  # of all work in a part of this kind
 FROZEN = make_recipe(freeze=["*"])
 
@@ -49,6 +50,9 @@ class SampleRequest(NamedTuple):
     guidance: bool | None = None
     parts: tuple[str, ...] | None = None
     phase: PipelinePhase = "train"
+    strength: float | None = None
+    images_per_prompt: int = 1
+    references: int | None = None
 
 
 class PipelineEstimator(Estimator):
@@ -81,6 +85,10 @@ class PipelineEstimator(Estimator):
         pipeline, latents = self.pipeline, self.latents
         width, height, frames, notes = self._find_size(asked)
         notes = (*notes, *self._describe_parts(samples, width, height))
+        sizes = pipeline.tables.get("sizes") if pipeline is not None else None
+        if sizes is not None and [width, height] not in sizes:
+            known = ", ".join(f"{wide}x{high}" for wide, high in sizes)
+            raise WorkloadError(f"{width}x{height}: {self.source.name} makes images of these sizes alone: {known}")
         pixels, per_frame = self._find_factors()
         grid = latents.make_grid(width, height, frames, pixels, per_frame)
         text = self._find_text(asked)
@@ -88,10 +96,17 @@ class PipelineEstimator(Estimator):
             asked.guidance if asked.guidance is not None else pipeline is not None and pipeline.guidance
         )
         steps = (asked.steps or (pipeline.steps if pipeline is not None else 1)) if samples else 1
-        first = pipeline.count_first(steps) if samples and pipeline is not None else steps
-        passes = 2 if guided else 1
+        strength = asked.strength if asked.strength is not None or pipeline is None else pipeline.strength
+        runs_of_steps = first = steps
+        if samples and pipeline is not None:
+            runs_of_steps = pipeline.count_runs(steps, strength)
+            notes = (*notes, *pipeline.describe_runs(steps, runs_of_steps, strength))
+            first = pipeline.count_first(steps, runs_of_steps)
+        passes = pipeline.passes if guided and pipeline is not None else 1 + bool(guided)
+        references = asked.references if asked.references is not None or pipeline is None else pipeline.references
+        grid = (grid[0] * (1 + (references or 0)), *grid[1:])
         chosen = self._choose(asked.parts)
-        batch = asked.batch
+        batch = asked.batch * asked.images_per_prompt
         read = pipeline.count_read(text) if pipeline is not None else text
         runs: list[PartRun] = []
         terms: list[Estimate] = []
@@ -111,15 +126,19 @@ class PipelineEstimator(Estimator):
             if part.name not in chosen:
                 continue
             if part.kind == _DENOISER:
-                if steps > first:
+                if runs_of_steps > first:
                     load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
-                    add(part.name, _DENOISER, part.estimator.estimate(load) * ((steps - first) * passes))
+                    add(part.name, _DENOISER, part.estimator.estimate(load) * ((runs_of_steps - first) * passes))
+            elif part.kind == _BESIDE:
+                load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
+                once = pipeline is not None and pipeline.tables.get("beside_once")  # with the prompt alone
+                add(part.name, _BESIDE, part.estimator.estimate(load) * (runs_of_steps * (1 if once else passes)))
             elif part.kind == _IMAGE:
-                add(part.name, _IMAGE, _encode_image(part, batch))
+                add(part.name, _IMAGE, _encode_image(part, asked.batch))
             elif part.kind == _TEXT:
                 assert pipeline is not None
                 length = pipeline.count_encoded(dict(pipeline.encoders)[part.name], text)
-                estimate = part.estimator.estimate(Workload(batch, length, phase="forward"))
+                estimate = part.estimator.estimate(Workload(asked.batch, length, phase="forward"))
                 add(part.name, _TEXT, estimate * (2 if guided and pipeline.encodes_negative() else 1))
             else:
                 times = latents.count_times(frames, per_frame)
@@ -128,10 +147,13 @@ class PipelineEstimator(Estimator):
                     {"videos": (places,) * batch} if samples else {"grids": ((frames, height, width),) * batch}
                 )
                 estimate = part.estimator.estimate(Workload(batch, 0, phase="forward", **sides))
-                given = pipeline.count_given(frames) if pipeline is not None else 0
-                if given:  # frames that the VAE encodes for the denoiser to start from
-                    start = ((given, height, width),) * batch
-                    estimate += part.estimator.estimate(Workload(batch, 0, phase="forward", grids=start))
+                given, encoded = pipeline.count_given(frames, strength) if pipeline is not None else (0, 0)
+                encoded += references or 0
+                if encoded:  # what the VAE encodes for the denoiser, once for a prompt
+                    start = ((given, height, width),) * asked.batch
+                    estimate += (
+                        part.estimator.estimate(Workload(asked.batch, 0, phase="forward", grids=start)) * encoded
+                    )
                 add(part.name, _VAE, estimate)
         if not terms:
             raise WorkloadError("no part is left to count")
@@ -145,9 +167,21 @@ class PipelineEstimator(Estimator):
 
     def _check(self, asked: SampleRequest, samples: bool) -> None:
         name = self.source.name
-        for word, value in ((spell("sampling_steps"), asked.steps), (spell("guidance"), asked.guidance)):
+        for field, value in (
+            ("sampling_steps", asked.steps),
+            ("guidance", asked.guidance),
+            ("strength", asked.strength),
+            ("images_per_prompt", asked.images_per_prompt > 1 or None),
+        ):
             if value is not None and not samples:
-                raise WorkloadError(f"{word} belongs to phase sample, not {asked.phase}")
+                raise WorkloadError(f"{spell(field)} belongs to phase sample, not {asked.phase}")
+        own = self.pipeline
+        if asked.strength is not None and (own is None or own.strength is None):
+            raise WorkloadError(f"{spell('strength')}: {name} runs all of its steps")
+        if asked.strength is not None and asked.strength > 1:
+            raise WorkloadError(f"{spell('strength')} must be at most 1, not {asked.strength:g}")
+        if asked.references is not None and (own is None or "references" not in own.tables):
+            raise WorkloadError(f"{spell('references')}: {name} reads no given images as tokens")
         if asked.phase in ("prefill", "decode"):
             raise WorkloadError(f"{name} is a diffusion model: its phases are train, forward and sample")
         if self.pipeline is None and samples and asked.steps is None:
@@ -170,6 +204,8 @@ class PipelineEstimator(Estimator):
         """What should be known of the pipeline's parts, and of sizes that it changes by itself."""
         notes = list(self.uncounted)
         pipeline = self.pipeline
+        if pipeline is not None and "references" in pipeline.tables:
+            notes.append("given images are counted at the size of the output")
         if pipeline is None or not samples:
             return tuple(notes)
         if any(part.kind == _DENOISER for part in self.parts):
@@ -334,6 +370,9 @@ def read_inputs(estimator: PipelineEstimator, inputs: Inputs) -> SampleRequest:
         read_guidance(inputs.guidance),
         read_parts(inputs.parts),
         "sample" if steps is not None and inputs.phase == "train" else inputs.phase,
+        None if inputs.strength is None else check_positive(inputs.strength, spell("strength")),
+        check_size(1 if inputs.images_per_prompt is None else inputs.images_per_prompt, "images_per_prompt"),
+        None if inputs.references is None else check_size(inputs.references, "references", 0),
     )
 
 
@@ -401,7 +440,8 @@ def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:
     """Names and kinds of a pipeline's parts other than its denoiser."""
     second = [(pipeline.second, _DENOISER)] if pipeline.second else []
     texts = [(name, _TEXT) for name, _ in pipeline.encoders]
-    return [*second, *texts, *((name, _IMAGE) for name in pipeline.image_encoders), (_VAE, _VAE)]
+    beside = [(name, _BESIDE) for name in pipeline.beside]
+    return [*second, *beside, *texts, *((name, _IMAGE) for name in pipeline.image_encoders), (_VAE, _VAE)]
 
 
 def _encode_image(part: PipelinePart, batch: int) -> Estimate:
@@ -425,7 +465,10 @@ def _bind_part(source: Source, name: str, kind: str, config: Mapping[str, Any]) 
     named = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else None)
     _check_class(named, source, name)
     where = f"{source.where}: {name}"
-    model = bind_model(Source(source.name, {**plain, "model_type": named}, where), is_part=kind != _DENOISER)
+    # A class with a spec of its own; else its type's spec says what the class runs (Qwen3Model, Qwen3ForCausalLM).
+    is_typed = "model_type" in plain and find_spec(str(named)) is None
+    typed = {"architectures": [named]} if is_typed else {"model_type": named}
+    model = bind_model(Source(source.name, {**plain, **typed}, where), is_part=kind != _DENOISER)
 
     def move(op: Op) -> Op:
         moved = op.replace(

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
-from flopcalc.base.data import find_data_file, list_data_files, load_toml
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.core.spec.coverage import list_pipelines
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth
 from flopcalc.core.spec.merge import check_keys
 from flopcalc.core.spec.spec import find_spec
 
 _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
-    "given", "defaults", "encoders", "image_encoders", "passed", "second", "binned",
+    "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
+    "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
+_WARM = 4  # steps of PNDM's warm-up
+# Schedulers of the second order: two calls a step, but the last (diffusers 0.42.1, `order` of each class).
+_TWICE = (
+    "DPMSolverSDEScheduler", "FlowMatchHeunDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+)  # fmt: skip
 _TIMES = 1000  # timesteps in training
 _SHIFT = 3.0  # Wan's flow_shift: huggingface/diffusers, scripts/convert_wan_to_diffusers.py
 
@@ -31,7 +39,7 @@ class Pipeline(Value):
     source: str
     denoiser: str  # the part that runs at every step
     steps: int
-    guidance: bool  # whether a plain call runs the denoiser a second time, on an empty prompt
+    guidance: bool  # whether a plain call runs the denoiser more than once in a step, also on an empty prompt
     encoders: tuple[tuple[str, str], ...]  # text encoder -> expression: its length
     values: PipelineNames
     tables: Mapping[str, Any]
@@ -60,24 +68,65 @@ class Pipeline(Value):
     def image_encoders(self) -> tuple[str, ...]:
         return tuple(map(str, self.tables.get("image_encoders", ())))
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Parts that run before the denoiser at every step, on the same latents (ControlNets)."""
+        return tuple(map(str, self.tables.get("beside", ())))
+
     def list_uncounted(self, config: Mapping[str, object]) -> list[str]:
         """Parts of a pipeline that nothing describes, in words."""
         known = {self.denoiser, self.second, "vae", SCHEDULER, *(name for name, _ in self.encoders)}
-        known |= set(self.image_encoders)
+        known |= {*self.image_encoders, *self.beside}
         return [
             f"{name} ({part.get('_class_name')}) is not counted"
             for name, part in config.items()
             if name not in known and isinstance(part, Mapping)
         ]
 
-    def count_first(self, steps: int) -> int:
-        """Sampling steps of the denoiser; the second one runs the rest, whose noise is below boundary_ratio.
+    @property
+    def passes(self) -> int:
+        """Runs of the denoiser in a step with guidance."""
+        return int(self.tables.get("passes", 2))
+
+    @property
+    def references(self) -> int:
+        """Given images that the denoiser reads as tokens after those of the latents, where nobody says how many."""
+        return int(self.tables.get("references", 0))
+
+    @property
+    def strength(self) -> float | None:
+        """The share of the steps that runs from a given image; None: all steps run, whatever is given."""
+        found = self.tables.get("strength")
+        return None if found is None else float(found)
+
+    def count_runs(self, steps: int, strength: float | None) -> int:
+        """How often the denoiser is called in so many sampling steps, as the scheduler's list of timesteps says."""
+        calls, order = count_calls(self.values.find(SCHEDULER), steps)
+        if strength is None:
+            return calls
+        left = steps * strength  # as diffusers computes it, in floats
+        start = int(steps - left) if self.tables.get("rounded_up") else steps - int(left)
+        return calls - max(start, 0) * order
+
+    def describe_runs(self, steps: int, runs: int, strength: float | None) -> list[str]:
+        """Why the denoiser is not called once in every step, in words."""
+        scheduler = self.values.find(SCHEDULER)
+        calls, _ = count_calls(scheduler, steps)
+        notes = []
+        if calls != steps:
+            notes.append(f"{scheduler['_class_name']} runs the denoiser {calls} times in {steps} steps")
+        if runs != calls:
+            notes.append(f"strength {strength:g}: {runs} of {calls} runs of the denoiser are left")
+        return notes
+
+    def count_first(self, steps: int, runs: int) -> int:
+        """Runs of the denoiser; the second one runs the rest, whose noise is below boundary_ratio.
 
         Steps are spaced as UniPCMultistepScheduler's for flow matching are (diffusers 0.42.1).
         """
         boundary = self.values.find("boundary_ratio")
         if boundary is None or not isinstance(self.values.find(self.second), Mapping):
-            return steps
+            return runs
         if isinstance(boundary, bool) or not isinstance(boundary, (int, float)) or not 0 <= boundary <= 1:
             raise ConfigError(f"{self.name}: boundary_ratio must lie between 0 and 1, not {format_value(boundary)}")
         shift = self._find_shift()
@@ -105,10 +154,15 @@ class Pipeline(Value):
         """Whether the pipeline makes an image at the nearest of its own sizes, then resizes it."""
         return bool(self.tables.get("binned", False))
 
-    def count_given(self, frames: int) -> int:
-        """Frames that the VAE encodes for the denoiser to start from: an image's, or a whole video's."""
-        given = self.tables.get("given")
-        return 0 if given is None else _check_whole(evaluate(str(given), self.values.with_text(0, frames)), "given")
+    def count_given(self, frames: int, strength: float | None = None) -> tuple[int, int]:
+        """Frames of what the VAE encodes for the denoiser (an image, or a whole video), and how many of these."""
+        share = Fraction(1 if strength is None else str(strength))
+        values = self.values.with_text(0, frames, share)
+        given, encoded = (
+            _check_whole(evaluate(str(self.tables.get(key, default)), values), key)
+            for key, default in (("given", "1"), ("encoded", "1" if "given" in self.tables else "0"))
+        )
+        return given, encoded
 
     def list_passed(self) -> dict[str, bool]:
         """Keys that the denoiser's config gets from the pipeline: they say how it is called."""
@@ -133,13 +187,18 @@ class PipelineNames:
     """The names in a pipeline's expressions: keys of its config, dotted into its parts, `text` and `frames`."""
 
     def __init__(
-        self, config: Mapping[str, object], defaults: Mapping[str, object], text: int = 0, frames: int = 1
+        self,
+        config: Mapping[str, object],
+        defaults: Mapping[str, object],
+        text: int = 0,
+        frames: int = 1,
+        strength: int | Fraction = 1,
     ) -> None:
         self._config, self._defaults = config, defaults
-        self._sizes = {"text": text, "frames": frames}
+        self._sizes = {"text": text, "frames": frames, "strength": strength}
 
-    def with_text(self, text: int, frames: int = 1) -> PipelineNames:
-        return PipelineNames(self._config, self._defaults, text, frames)
+    def with_text(self, text: int, frames: int = 1, strength: int | Fraction = 1) -> PipelineNames:
+        return PipelineNames(self._config, self._defaults, text, frames, strength)
 
     def find(self, name: str) -> Any:
         """A key of the config itself, or its default; None without one."""
@@ -177,18 +236,31 @@ def is_pipeline(config: Mapping[str, object]) -> bool:
     return str(config.get("_class_name", "")).endswith("Pipeline")
 
 
+def count_calls(scheduler: object, steps: int) -> tuple[int, int]:
+    """Calls of the model in so many steps of a scheduler, and in a step of its usual kind; one without a scheduler."""
+    name = scheduler.get("_class_name") if isinstance(scheduler, Mapping) else None
+    if name == "PNDMScheduler":  # warms up: with Runge-Kutta's steps, or by a repeated step
+        assert isinstance(scheduler, Mapping)
+        if scheduler.get("skip_prk_steps"):
+            return steps + (steps > 1), 1
+        if steps < _WARM:
+            raise ConfigError(f"PNDMScheduler without skip_prk_steps needs {_WARM} sampling steps, not {steps}")
+        return steps + 9, 1
+    return (2 * steps - 1, 2) if name in _TWICE else (steps, 1)
+
+
 def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
     """The pipeline that a config names; one whose class is not described is an error."""
     name = str(config["_class_name"])
-    path = find_data_file("pipelines", name)
-    if path is None:
-        known = list_data_files("pipelines")
+    known = list_pipelines()
+    if name not in known:
         raise ConfigError(
             f"{where}: pipeline {format_value(name)} is not described.{format_nearest(name, known)} Give the folder of "
-            f"its denoiser, as transformer/ or unet/. Known: {', '.join(known)}"
+            f"its denoiser, as transformer/ or unet/. `flopcalc models --coverage diffusers` lists pipelines"
         )
-    tables = load_toml(path)
+    path, tables = known[name]
     check_keys(tables, _KEYS, path)
+    values = PipelineNames(config, tables.get("defaults", {}))
     try:
         denoiser, encoders = str(tables["denoiser"]), tables.get("encoders", {})
         found = Pipeline(
@@ -196,9 +268,9 @@ def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
             str(tables["source"]),
             denoiser,
             int(tables["steps"]),
-            bool(tables["guidance"]),
-            tuple((str(part), str(text)) for part, text in encoders.items()),
-            PipelineNames(config, tables.get("defaults", {})),
+            evaluate_truth(str(tables["guidance"]).lower(), values),
+            tuple((str(part), str(text)) for part, text in encoders.items() if text),
+            values,
             tables,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -221,8 +293,8 @@ def read_folder(index: Mapping[str, Any], folder: str, read: Any) -> dict[str, A
             own = read(path)
             config[part] = {**own, "_class_name": name_class({**own, "_class_name": entry[1]})}
         path = os.path.join(folder, part, "scheduler_config.json")
-        if part == SCHEDULER and os.path.isfile(path):
-            config[part] = read(path)
+        if part == SCHEDULER and is_inside:
+            config[part] = {"_class_name": entry[1], **(read(path) if os.path.isfile(path) else {})}
     return config
 
 

@@ -16,6 +16,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.spec.aliases import list_types, map_config, name_family
+from flopcalc.core.spec.coverage import list_pipelines
 
 PIPELINE_FILE = "model_index.json"  # of diffusers
 
@@ -37,6 +38,7 @@ class Source(Value):
     video_preprocessor: dict[str, Any] | None = None
     note: str = ""  # what a reader should know of where it came from
     head: str = ""  # the head that was asked for; empty: the one of its class
+    stored: str = ""  # the format of a preset's published weights, which it is counted in if asked for
     weights: str = ""  # the format that a file keeps most weights in; empty: the config says it
     lora: dict[str, Any] | None = None  # an adapter's settings, as a recipe takes them
     mtp: int | bool | None = None  # layers of multi-token prediction that were asked for; True: as many as it has
@@ -96,7 +98,8 @@ def _find_source(model: object, download: bool) -> Source:
 def _read_pipeline(pipeline: Any, parts: Mapping[str, object]) -> Source:
     """A live pipeline of diffusers: its own settings, and the configs of its models; the denoiser is the live model."""
     classes = [each.__name__ for each in type(pipeline).__mro__]
-    name = next((each for each in classes if find_data_file("pipelines", each)), classes[0])
+    described = list_pipelines()
+    name = next((each for each in classes if each in described), classes[0])
     config = {key: value for key, value in dict(pipeline.config).items() if not isinstance(value, (list, tuple))}
     config |= {"_class_name": name, **_read_parts(parts)}
     module = next((parts[part] for part in DENOISERS if parts.get(part) is not None), None)
@@ -109,7 +112,7 @@ def _read_parts(parts: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     for name, part in parts.items():
         config = getattr(part, "config", None)
         if name == SCHEDULER and isinstance(config, Mapping):
-            found[name] = dict(config)
+            found[name] = {"_class_name": type(part).__name__, **config}
         if config is None or not hasattr(part, "named_parameters"):
             continue
         plain = _plain(config)
@@ -147,10 +150,14 @@ def _checked(source: Source) -> Source:
         source = _name_type(source)
         model_type = source.config.get("model_type")
     if model_type is None and "_use_default_values" in source.config:  # diffusers' own mark
-        raise ConfigError(
-            f"{source.where}: a config of diffusers without its class: give the model itself, or add "
-            "_class_name (as config.json has it)"
+        what = (
+            f"{source.name} has no spec (`flopcalc models --coverage diffusers` lists those that have): trace it with "
+            "bind(model, example_batch)"
+            if source.module is not None
+            else f"{source.where}: a config of diffusers without its class: give the model itself, or add _class_name "
+            "(as config.json has it)"
         )
+        raise ConfigError(what)
     if not isinstance(model_type, str) or not model_type:
         if model_type is None:
             raise ConfigError(_describe_untyped(source))
@@ -261,6 +268,7 @@ def load_preset(path: str) -> Source:
         tables.get("preprocessor"),
         str(tables.get("source", "")),
         video_preprocessor=tables.get("video_preprocessor"),
+        stored=str(tables.get("stored", "")),
     )
 
 

@@ -1,8 +1,9 @@
-"""Which model types of transformers' auto mappings have a spec, which have none, and why."""
+"""Which model types of transformers' auto mappings, and which classes of diffusers, are counted, and why others not."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_data_dir, list_data_files, load_toml
@@ -37,22 +38,43 @@ class Coverage(NamedTuple):
     mappings: tuple[AutoMapping, ...]
 
 
-def load_coverage() -> Coverage:
+DIFFUSERS = "coverage_diffusers"
+_MERGED = ("defaults", "encoders", "passed")  # tables of which a sibling says only what differs
+PIPELINES = "pipelines"  # a mapping whose types are pipelines, each with the class of its denoiser
+
+
+def load_coverage(name: str = "coverage") -> Coverage:
     """The mappings of model_specs/coverage.toml, each type with its spec or the reason why it has none."""
-    tables = load_toml(os.path.join(find_data_dir(), "coverage.toml"))
+    tables = load_toml(os.path.join(find_data_dir(), f"{name}.toml"))
     reasons: dict[str, str] = tables.get("reasons", {})
+    described = list_pipelines() if PIPELINES in tables["mappings"] else {}
     mappings = tuple(
         AutoMapping(
             name,
             mapping["auto_class"],
             tuple(
                 _find(model_type, architecture, reasons.get(model_type))
+                if name != PIPELINES
+                else _find_pipeline(model_type, architecture, reasons.get(model_type), described)
                 for model_type, architecture in mapping["types"].items()
             ),
         )
         for name, mapping in tables["mappings"].items()
     )
     return Coverage(tables["release"], mappings)
+
+
+def list_pipelines() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> file and tables of every pipeline that is described; a file's siblings say only what differs."""
+    found = {}
+    for name, path in list_data_files("pipelines").items():
+        tables = load_toml(path)
+        siblings = tables.pop("siblings", {})
+        found[name] = (path, tables)
+        for sibling, changes in siblings.items():
+            merged = {key: {**tables.get(key, {}), **changes.get(key, {})} for key in _MERGED}
+            found[sibling] = (path, {**tables, **changes, **merged})
+    return found
 
 
 def _find(model_type: str, architecture: str, reason: str | None) -> CoveredType:
@@ -62,6 +84,13 @@ def _find(model_type: str, architecture: str, reason: str | None) -> CoveredType
     if spec.architecture == architecture:
         return CoveredType(model_type, architecture, spec.name, None)
     return CoveredType(model_type, architecture, spec.variants.get(architecture), reason)
+
+
+def _find_pipeline(name: str, denoiser: str, reason: str | None, described: Collection[str]) -> CoveredType:
+    if name in described:
+        return CoveredType(name, denoiser, name, None)
+    has_spec = find_spec(denoiser) is not None
+    return CoveredType(name, denoiser, None, reason or (None if has_spec else f"no spec of {denoiser or 'its parts'}"))
 
 
 class SpecSummary(NamedTuple):

@@ -58,6 +58,15 @@ def _read_kinds(lookup: Lookup, key: str, known: dict[str, bool], many: int) -> 
 
 def list_unet(lookup: Lookup) -> list[Block]:
     """Blocks of a UNet2DConditionModel from its first resnet to its last, in order of execution."""
+    return _list_unet(lookup, False)
+
+
+def list_controlnet(lookup: Lookup) -> list[Block]:
+    """Those of a ControlNetModel: the lower half of a UNet, and `zero`, a convolution of each of its results."""
+    return _list_unet(lookup, True)
+
+
+def _list_unet(lookup: Lookup, is_half: bool) -> list[Block]:
     channels = _read_list(lookup, "block_out_channels")
     many = len(channels)
     layers = _spread(lookup("layers_per_block"), many, "layers_per_block", MAX_LAYERS)
@@ -65,7 +74,6 @@ def list_unet(lookup: Lookup) -> list[Block]:
     widths = _spread(lookup("cross_attention_dim"), many, "cross_attention_dim")
     depths = _spread(lookup("transformer_layers_per_block"), many, "transformer_layers_per_block", MAX_LAYERS)
     downs = _read_kinds(lookup, "down_block_types", _DOWN, many)
-    ups = _read_kinds(lookup, "up_block_types", _UP, many)
     found: list[Block] = []
 
     def attend(path: str, level: int, block: int) -> None:
@@ -76,26 +84,34 @@ def list_unet(lookup: Lookup) -> list[Block]:
         found.append(["leave", path, width, width, level, *own])
 
     before = channels[0]
-    skips = [channels[0]]
+    skips = [(channels[0], 0)]
     for block, width in enumerate(channels):
         for layer in range(layers[block]):
             found.append(["resnet", f"down_blocks.{block}.resnets.{layer}", before, width, block, 1, 1])
             before = width
             if downs[block]:
                 attend(f"down_blocks.{block}.attentions.{layer}", block, block)
-            skips.append(width)
+            skips.append((width, block))
         if block < many - 1:
             found.append(["sample", f"down_blocks.{block}.downsamplers.0.conv", width, width, block + 1, 1, 1])
-            skips.append(width)
+            skips.append((width, block + 1))
     last = many - 1
     found.append(["first", "mid_block.resnets.0", before, before, last, 1, 1])
     attend("mid_block.attentions.0", last, last)
     found.append(["resnet", "mid_block.resnets.1", before, before, last, 1, 1])
+    if is_half:
+        zeros: list[Block] = [
+            ["zero", f"controlnet_down_blocks.{number}", width, width, level, 1, 1]
+            for number, (width, level) in enumerate(skips)
+        ]
+        # The first reads what comes before all blocks.
+        return [zeros[0], *found, *zeros[1:], ["zero", "controlnet_mid_block", before, before, last, 1, 1]]
+    ups = _read_kinds(lookup, "up_block_types", _UP, many)
     for place, block in enumerate(reversed(range(many))):
         width = channels[block]
         for layer in range(layers[block] + 1):
             path = f"up_blocks.{place}.resnets.{layer}"
-            found.append(["resnet", path, before + skips.pop(), width, block, 1, 1])
+            found.append(["resnet", path, before + skips.pop()[0], width, block, 1, 1])
             before = width
             if ups[place]:
                 attend(f"up_blocks.{place}.attentions.{layer}", block, block)
@@ -390,11 +406,79 @@ def _read_ltx_side(lookup: Lookup, prefix: str, is_late: bool = False) -> tuple[
     return channels, layers, [bool(each) for each in scales]
 
 
+def list_dc_vae(lookup: Lookup) -> list[Block]:
+    """Blocks of an AutoencoderDC; `vit`, `scale` and `mix` are its linear attention, whose kernel counts the scales."""
+    found: list[Block] = []
+    pixels, latent = (_read_whole(lookup(key), key) for key in ("in_channels", "latent_channels"))
+    head = _read_whole(lookup("attention_head_dim"), "attention_head_dim")
+
+    def add_side(network: _Network, side: str) -> None:
+        channels = _read_list(lookup, f"{side}_block_out_channels")
+        layers, kinds, scales = (
+            lookup(f"{side}_{key}") for key in ("layers_per_block", "block_types", "qkv_multiscales")
+        )
+        many = len(channels)
+        kinds = [kinds] * many if isinstance(kinds, str) else kinds
+        if any(not isinstance(each, (list, tuple)) or len(each) != many for each in (layers, kinds, scales)):
+            raise ConfigError(f"{side}_layers_per_block, _block_types and _qkv_multiscales must fit {many} blocks")
+        layers = [_read_whole(each + 1, f"{side}_layers_per_block", MAX_LAYERS) - 1 for each in layers]
+        is_up, is_plain = side == "decoder", layers[0] > 0
+        folded = lookup("upsample_block_type" if is_up else "downsample_block_type").startswith("pixel")
+        edge = channels[0 if is_plain else 1]
+
+        def resample(name: str, inputs: int, outputs: int) -> None:
+            if not folded:
+                network.sample(2, 1)
+            network.add("conv", name, inputs, outputs if not folded else outputs * 4 if is_up else outputs // 4, 9)
+            if folded:
+                network.sample(2, 1)
+
+        def add_edge(name: str, inputs: int, outputs: int) -> None:
+            if is_plain:
+                network.add("conv", name, inputs, outputs, 9)
+            else:
+                resample(f"{name}.conv", inputs, outputs)
+
+        if is_up:
+            network.add("conv", "conv_in", latent, channels[-1], 9)
+        else:
+            add_edge("conv_in", pixels, edge)
+        for block in range(many)[::-1] if is_up else range(many):
+            path, width = f"{'up' if is_up else 'down'}_blocks.{block}", channels[block]
+            is_sampled = block < many - 1 and layers[block] > 0
+            if is_up and is_sampled:
+                resample(f"{path}.0.conv", channels[block + 1], width)
+            for layer in range(layers[block]):
+                name = f"{path}.{layer + (is_up and is_sampled)}"
+                if kinds[block] == "ResBlock":
+                    network.add("light", name, width, width, 9)
+                    continue
+                inner = width // head * head
+                sides = _spread(scales[block], len(scales[block]), f"{side}_qkv_multiscales")
+                network.add("vit", name, width, inner)
+                for number, kernel in enumerate(sides):
+                    network.add("scale", f"{name}.attn.to_qkv_multiscale.{number}", head, 3 * inner, kernel**2)
+                network.add("mix", name, width, inner, 1 + len(sides))
+            if not is_up and is_sampled:
+                resample(f"{path}.{layers[block]}.conv", width, channels[block + 1])
+        if is_up:
+            network.add("norm", "norm_out", edge, edge)
+            add_edge("conv_out", edge, pixels)
+        else:
+            network.add("conv", "conv_out", channels[-1], latent, 9)
+
+    for side, name in enumerate(("encoder", "decoder")):
+        add_side(_Network(found, side, name), name)
+    return found
+
+
 NETWORKS: dict[str, Callable[[Lookup], list[Block]]] = {
     "unet_blocks": list_unet,
+    "controlnet_blocks": list_controlnet,
     "kl_blocks": list_kl,
     "cogvideox_vae_blocks": list_cogvideox_vae,
     "hunyuan_vae_blocks": list_hunyuan_vae,
     "wan_vae_blocks": list_wan_vae,
     "ltx_vae_blocks": list_ltx_vae,
+    "dc_vae_blocks": list_dc_vae,
 }

@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from flopcalc.base.data import find_data_file, get_stem, list_data_files
+from flopcalc.base.data import find_data_dir, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.vocabulary import COMPONENTS, PHASES, Component
@@ -144,6 +144,7 @@ class Spec(Value):
     has_sdpa: bool = True  # HF's class takes PyTorch's SDPA
     has_conv1d: bool = False  # its layers are transformers' Conv1D, not torch.nn.Linear
     untimed: str = ""  # why its time cannot be predicted
+    own_ops: frozenset[str] = frozenset()  # names of the ops that a user's own file has; of a shipped one none
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -210,10 +211,25 @@ def read_spec(path: str) -> Spec:
         has_sdpa=tables.get("sdpa", True),
         has_conv1d=tables.get("conv1d", False),
         untimed=str(tables.get("untimed", "")),
+        own_ops=_list_own_ops(path),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
     return spec
+
+
+def _list_own_ops(path: str) -> frozenset[str]:
+    """Names of the ops in a user's own file, not in what it extends; none of a shipped file, whose roles are tested."""
+    left: list[Any] = [] if os.path.abspath(path).startswith(os.path.join(find_data_dir(), "")) else [load_toml(path)]
+    found = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            found |= {str(value.get("name", ""))} if "op" in value else set()
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return frozenset(found)
 
 
 def _check_tables(tables: Table, path: str) -> None:

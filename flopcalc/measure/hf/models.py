@@ -166,8 +166,12 @@ def build_model(
     if experts is None and device == "meta":
         experts = "batched_mm"  # HF's own choice, grouped_mm, wants values and bf16 on meta
     torch.manual_seed(0)
+    # Older transformers know one of these by another name, and the other not at all.
+    options: dict[str, Any] = {"dtype" if hasattr(hf_config, "dtype") else "torch_dtype": dtype}
+    if experts is not None and hasattr(hf_config, "_experts_implementation"):
+        options["experts_implementation"] = experts
     with floats_on_meta() if device == "meta" else nullcontext():
-        return build(hf_config, attn_implementation=attention, experts_implementation=experts, dtype=dtype)
+        return build(hf_config, attn_implementation=attention, **options)
 
 
 def make_config(config: Mapping[str, Any], architecture: str | None = None) -> Any:

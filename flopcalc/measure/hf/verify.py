@@ -11,9 +11,12 @@ import torch
 
 from flopcalc.base.units import is_digits
 from flopcalc.core.estimate.binding import bind_config as bind
+from flopcalc.core.estimate.former import drop_hooks
+from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
+from flopcalc.core.recipe.live import has_input_hook
 from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
-from flopcalc.measure.hf.compare import Verdict, compare
+from flopcalc.measure.hf.compare import Verdict, compare_bound, make_executed
 from flopcalc.measure.hf.examples import Example, Json, find_example, make_inputs, takes
 from flopcalc.measure.hf.kernels import install
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
@@ -27,6 +30,7 @@ class Trace(NamedTuple):
     counted: OperatorCount
     total: int
     trainable: int
+    has_input_hook: bool = True  # HF's checkpointing makes the embedding's output require a gradient
 
 
 def prepare() -> None:
@@ -171,7 +175,7 @@ def trace(
         model = apply_recipe(model, recipe)
         total, trainable = count_parameters(model)
         step = make_step(model, example, workload, config, device)
-        return Trace(count_flops(model, step), total, trainable)
+        return Trace(count_flops(model, step), total, trainable, has_input_hook(model))
 
 
 def verify(
@@ -191,4 +195,7 @@ def verify(
         "trainable": found.trainable,
         "not_counted": found.counted.not_counted,
     }
-    return compare(_named(example, config), workload, recipe or {}, traced)
+    bound = bind_model(load_config(_named(example, config)))
+    if (recipe or {}).get("recompute", "none") != "none" and not found.has_input_hook:
+        bound = drop_hooks(bound)
+    return compare_bound(make_executed(bound, recipe or {}), workload, traced)

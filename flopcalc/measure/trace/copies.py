@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import Phase
+from flopcalc.core.model.live import is_sharded
 from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.meta import unwrap
@@ -34,8 +35,8 @@ def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
 
     Floats are fp32 on meta, so that no autocast is needed, integers keep their values, and what checkpoints still does.
     """
-    if any(type(tensor).__name__ == "DTensor" for tensor in module.parameters()):
-        raise WorkloadError("its parameters are sharded (DTensor): a rank holds no whole model to copy")
+    if is_sharded(module):
+        raise WorkloadError("its parameters are sharded, so no rank has a whole model to copy")
     memo: dict[int, object] = {}
     for each in module.modules():
         keep_hooks(each, memo)

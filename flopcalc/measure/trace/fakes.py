@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import Phase
+from flopcalc.core.model.live import is_sharded
 from flopcalc.measure.counters.flop_counter import OperatorCount
 from flopcalc.measure.hf.models import FloatsAway
 from flopcalc.measure.trace.copies import keep_hooks, run_counted, set_eager
@@ -28,8 +29,8 @@ class FakeCopy:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        if any(type(tensor).__name__ == "DTensor" for tensor in module.parameters()):
-            raise WorkloadError("its parameters are sharded (DTensor): a rank holds no whole model to copy")
+        if is_sharded(module):
+            raise WorkloadError("its parameters are sharded, so no rank has a whole model to copy")
         first = next(module.parameters(), None)
         self.device = torch.device("cpu") if first is None or first.is_meta else first.device
         self._mode = _OwnDevice(allow_non_fake_inputs=True)

@@ -21,7 +21,7 @@ DENOISERS = {
     "dit-xl-2-512": 749_826_464, "flux.1-dev": 11_901_408_320, "flux.1-schnell": 11_891_178_560,
     "hunyuanvideo": 12_821_012_544, "ltx-video": 1_923_385_472, "pixart-alpha": 611_349_152,
     "pixart-sigma": 610_856_096, "qwen-image": 20_430_401_088, "sd-1.5": 859_520_964, "sd3-medium": 2_028_328_000,
-    "sd3.5-large": 8_056_627_520, "sdxl-base": 2_567_463_684, "wan2.1-1.3b": 1_418_996_800,
+    "sd3.5-large": 8_056_627_520, "sdxl": 2_567_463_684, "sdxl-base": 2_567_463_684, "wan2.1-1.3b": 1_418_996_800,
     "wan2.1-14b": 14_288_491_584,
 }  # fmt: skip
 
@@ -167,6 +167,14 @@ def test_old_names_of_classes_are_known() -> None:
         ("wan2.1-1.3b", {"videos": ["64x64"], "sampling_steps": 1}, "is not (width, height, frames)"),
         ("llama-3.1-8b", {"seq_len": 8, "sampling_steps": 4}, "sampling_steps belongs to diffusion models"),
         ("llama-3.1-8b", {"seq_len": 8, "phase": "sample"}, "no phase sample"),
+        (
+            "flux.1-dev",
+            {"images": [(64, 64)], "strength": 0.5, "sampling_steps": 2},
+            "flux.1-dev runs all of its steps",
+        ),
+        ("flux.1-dev", {"images": [(64, 64)], "references": 1}, "reads no given images as tokens"),
+        ("flux.1-dev", {"images": [(64, 64)], "images_per_prompt": 2}, "images_per_prompt belongs to phase sample"),
+        ("llama-3.1-8b", {"seq_len": 8, "strength": 0.5}, "strength belongs to diffusion models"),
         ({"_class_name": "FluxTransformer2DModel"}, {}, "how large are the images"),
         ({"_class_name": "FluxTransformer2DModel"}, {"images": [(64, 64)], "phase": "sample"}, "(sampling_steps=N)"),
         ({"_class_name": "AutoencoderKL"}, {"images": [(64, 64)]}, "part of other models"),
@@ -209,6 +217,58 @@ def test_a_vae_encodes_the_image_that_a_video_starts_from() -> None:
     assert estimate_flops(config, **asked).total == plain + encoded
     started = {**config, "expand_timesteps": True}
     assert plain < estimate_flops(started, **asked).total < plain + encoded / 10
+
+
+def test_strength_leaves_steps_out() -> None:
+    """FluxImg2ImgPipeline starts at int(28 - 28 * 0.6) = 11; StableDiffusionImg2ImgPipeline at 50 - int(50 * 0.8)."""
+    asked: dict[str, Any] = {"images": [(512, 512)], "parts": "denoiser"}
+    for preset, name, steps, own in (
+        ("flux.1-dev", "FluxImg2ImgPipeline", 28, 17),
+        ("sd-1.5", "StableDiffusionImg2ImgPipeline", 50, 40),
+    ):
+        config = {**load_config(preset).config, "_class_name": name}
+        estimate = estimate_flops(config, **asked, guidance="off", sampling_steps=steps)
+        assert list(list_runs(estimate).values()) == [own]
+        assert any("runs of the denoiser are left" in note for note in estimate.notes)
+        whole = estimate_flops(config, **asked, guidance="off", sampling_steps=steps, strength=1)
+        assert list(list_runs(whole).values()) == [steps]
+    with pytest.raises(WorkloadError, match="strength must be at most 1, not 2"):
+        estimate_flops(config, **asked, sampling_steps=4, strength=2)
+
+
+def test_a_scheduler_may_run_the_denoiser_more_than_once_a_step() -> None:
+    asked: dict[str, Any] = {"images": [(512, 512)], "parts": "denoiser", "guidance": "off", "sampling_steps": 10}
+    config = load_config("sd-1.5").config
+    for name, options, runs in (
+        ("PNDMScheduler", {"skip_prk_steps": True}, 11),
+        ("PNDMScheduler", {}, 19),
+        ("HeunDiscreteScheduler", {}, 19),
+        ("DDIMScheduler", {}, 10),
+    ):
+        estimate = estimate_flops({**config, "scheduler": {"_class_name": name, **options}}, **asked)
+        assert list_runs(estimate) == {"unet": runs}
+        assert (f"{name} runs the denoiser {runs} times in 10 steps" in estimate.notes) is (runs > 10)
+
+
+def test_a_prompt_is_encoded_once_for_all_of_its_images() -> None:
+    asked: dict[str, Any] = {"images": [(512, 512)], "sampling_steps": 2}
+    one, many = (estimate_flops("sd-1.5", **asked, images_per_prompt=count) for count in (1, 3))
+    parts = {
+        each.name: (each.flops.total, other.flops.total)
+        for each, other in zip(one.pipeline.parts, many.pipeline.parts, strict=True)
+    }
+    assert parts["text_encoder"][0] == parts["text_encoder"][1]
+    assert all(3 * parts[name][0] == parts[name][1] for name in ("unet", "vae"))
+
+
+def test_reference_images_are_tokens_of_the_denoiser() -> None:
+    config = {**load_config("flux.1-dev").config, "_class_name": "FluxKontextPipeline"}
+    asked: dict[str, Any] = {"images": [(1024, 1024)], "sampling_steps": 1}
+    plain = estimate_flops("flux.1-dev", **asked)
+    none, one, two = (estimate_flops(config, **asked, references=count) for count in (0, 1, 2))
+    assert none.total == plain.total
+    assert estimate_flops(config, **asked).total == one.total < two.total
+    assert "given images are counted at the size of the output" in one.notes
 
 
 def list_runs(estimate: Any) -> dict[str, int]:

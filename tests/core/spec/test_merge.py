@@ -275,11 +275,11 @@ def list_ops(items: object) -> Iterator[dict[str, Any]]:
 
 
 def count_copies(own: dict[str, Any], parent: dict[str, Any]) -> int:
-    """Ops of blocks and stacks that change the parent's, and that the parent says too."""
+    """Ops of blocks and stacks that change the parent's, and that the parent says too; one without sizes is no copy."""
     blocks, stacks = parent.get("blocks", {}), parent.get("stack", [])
     theirs = [*list_ops(list(blocks.values())), *list_ops(stacks)]
     written = list(list_ops([items for name, items in own.get("blocks", {}).items() if name in blocks]))
-    copies = sum(op in theirs for op in written)
+    copies = sum(op in theirs for op in written if len(op) > 1)
     for changed in own.get("stack", []):
         same = [stack for stack in stacks if changed.get("change", "") in (stack.get("name"), stack.get("path"))]
         known = list(list_ops([stack.get("ops", []) for stack in same]))

@@ -13,6 +13,7 @@ from tiers import mark_heavy
 pytest.importorskip("diffusers")
 import torch
 from diffusion import (
+    IMAGES,
     MORE,
     MORE_VAES,
     TINY,
@@ -26,7 +27,8 @@ from diffusion import (
 )
 
 from flopcalc import estimate_flops
-from flopcalc.core.model.components import read_pipeline
+from flopcalc.core.model.components import count_calls, read_pipeline
+from flopcalc.measure.counters.flop_counter import count_flops
 
 LORA: dict[str, Any] = {"lora": {"r": 2, "targets": ["to_q", "to_k", "to_v", "to_out.0"]}}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -35,7 +37,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "checkpointed": {"recompute": "full"},
     "lora, checkpointed": {**LORA, "recompute": "full"},
 }
-FRAMES = ("HunyuanVideo", "Wan", "LTXVideo", "CogVideoX")
+# Of classes that name them otherwise.
+TARGETS = {"Kandinsky5Transformer3DModel": ["to_query", "to_key", "to_value"]}
+FRAMES = ("HunyuanVideo", "Wan", "LTXVideo", "CogVideoX", "SkyReels", "Kandinsky5")
 CONFIGS = {f"{name} {i}": (name, config) for name in TINY for i, config in enumerate((TINY[name], *MORE.get(name, [])))}
 CASES = [(name, recipe) for name in CONFIGS for recipe in RECIPES]
 LIGHT = [("FluxTransformer2DModel 0", "lora"), ("UNet2DConditionModel 0", "plain")]
@@ -52,7 +56,10 @@ def test_training_rows_are_equal(case: str, recipe: str) -> None:
     grid = make_grid(name, 4)
     if config.get("patch_size_t", 1) == 2:  # frames in pairs
         grid = (4, *grid[1:])
-    assert find_differences(name, config, 2, text, grid, RECIPES[recipe]) == {}
+    asked = RECIPES[recipe]
+    if "lora" in asked and name in TARGETS:
+        asked = {**asked, "lora": {**asked["lora"], "targets": TARGETS[name]}}
+    assert find_differences(name, config, 2, text, grid, asked) == {}
 
 
 @pytest.mark.parametrize("name", mark_heavy(TINY))
@@ -80,8 +87,8 @@ VAE_CASES = [
     (name, side, size)
     for name in TINY_VAES
     for side, size in VAE_SIZES
-    if name not in ("AutoencoderKL", "AutoencoderKLLTXVideo") or size[1] in (1, 5, 9)
-    if name != "AutoencoderKL" or size[1] == 1
+    if name not in (*IMAGES, "AutoencoderKLLTXVideo") or size[1] in (1, 5, 9)
+    if name not in IMAGES or size[1] == 1
 ]
 
 
@@ -123,7 +130,65 @@ def test_two_denoisers_share_the_steps_as_the_scheduler_spaces_them(shift: float
         for steps in (1, 4, 27, 40, 50):
             scheduler.set_timesteps(steps)
             times = scheduler.timesteps.tolist()
-            assert pipeline.count_first(steps) == sum(time >= 1000 * boundary for time in times)
+            assert pipeline.count_first(steps, steps) == sum(time >= 1000 * boundary for time in times)
+
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "HeunDiscreteScheduler": {}, "KDPM2DiscreteScheduler": {}, "KDPM2AncestralDiscreteScheduler": {},
+    "FlowMatchHeunDiscreteScheduler": {}, "PNDMScheduler": {"skip_prk_steps": True}, "PNDMScheduler, warmed": {},
+    "DDIMScheduler": {}, "EulerDiscreteScheduler": {}, "DPMSolverMultistepScheduler": {}, "LCMScheduler": {},
+    "DPMSolverSinglestepScheduler": {}, "UniPCMultistepScheduler": {}, "FlowMatchEulerDiscreteScheduler": {},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", mark_heavy(SCHEDULERS))
+def test_calls_of_the_model_are_the_schedulers_timesteps(name: str) -> None:
+    import diffusers
+
+    kind = getattr(diffusers, name.partition(",")[0])
+    scheduler = kind(**SCHEDULERS[name])
+    config = {**scheduler.config, "_class_name": kind.__name__}
+    for steps in (1, 2, 3, 4, 5, 20, 50)[3 if "warmed" in name else 0 :]:
+        scheduler.set_timesteps(steps)
+        assert count_calls(config, steps) == (len(scheduler.timesteps), kind.order)
+
+
+_QWEN = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 50,
+}  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("pipeline", "kind", "config", "length"),
+    [
+        ("Flux2KleinPipeline", "Qwen3ForCausalLM", _QWEN, 16),  # with its head, as the pipeline runs it
+        ("ZImagePipeline", "Qwen3Model", _QWEN, 512),
+        ("Lumina2Pipeline", "Gemma2Model", {**_QWEN, "model_type": "gemma2"}, 16),
+    ],
+)
+def test_a_text_encoder_may_be_of_any_counted_type(
+    pipeline: str, kind: str, config: dict[str, Any], length: int
+) -> None:
+    import transformers
+
+    made = transformers.AutoConfig.for_model(**config)
+    model = getattr(transformers, kind)._from_config(made, attn_implementation="eager").eval()
+
+    def run() -> None:
+        with torch.no_grad():
+            model(torch.ones(1, length).long())
+
+    name = {"Flux2KleinPipeline": "Flux2", "ZImagePipeline": "ZImage", "Lumina2Pipeline": "Lumina2"}[pipeline]
+    denoiser = {**TINY[f"{name}Transformer2DModel"], "_class_name": f"{name}Transformer2DModel"}
+    estimate = estimate_flops(
+        {"_class_name": pipeline, "transformer": denoiser, "text_encoder": {**config, "_class_name": kind}},
+        images=[(512, 512)], sampling_steps=1, guidance="off", parts="text", text=16, convention="full",
+        attention_kernel="eager",
+    )  # fmt: skip
+    assert estimate.total == count_flops(model, run).forward
 
 
 @pytest.mark.heavy

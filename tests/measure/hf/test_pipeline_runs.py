@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tiers import mark_heavy
 pytest.importorskip("diffusers")
 import torch
 from diffusion import MORE, TINY, TINY_TEXT, TINY_VAES, build
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopcalc import estimate_flops
@@ -33,29 +35,64 @@ class Case:
         self, name: str, denoiser: str, changes: dict[str, Any], vae: str, vae_changes: dict[str, Any],
         scheduler: str, options: dict[str, Any] | None = None, *, config: dict[str, Any] | None = None,
         frames: int = 0, text: int = TEXT, pooled: bool = False, mask: str = "", scale: str = "guidance_scale",
-        size: tuple[int, int] = (WIDTH, HEIGHT), more: dict[str, Any] | None = None,
+        size: tuple[int, int] = (WIDTH, HEIGHT), more: dict[str, Any] | None = None, images: str = "", video: str = "",
+        asked: dict[str, Any] | None = None, sized: bool = True, steps: int = STEPS,
     ) -> None:  # fmt: skip
         self.name, self.denoiser, self.scheduler, self.options = name, denoiser, scheduler, options or {}
         self.config = {**(TINY[denoiser] if config is None else config), **changes}
         self.vae, self.vae_config = vae, {**(KL if vae == "AutoencoderKL" else TINY_VAES[vae]), **vae_changes}
         self.frames, self.text, self.pooled, self.mask, self.scale = frames, text, pooled, mask, scale
-        self.size, self.more = size, more or {}
+        self.size, self.more, self.images, self.video = size, more or {}, images.split(), video
+        self.asked, self.sized, self.steps, self.two, self.small = asked or {}, sized, steps, "", ""
+        self.beside: dict[str, Any] = {}  # a ControlNet's config
+
+    def change(self, name: str, **changes: Any) -> Case:
+        """A sibling: the same with another pipeline's class, and what its call takes in addition."""
+        found = copy(self)
+        config, more = changes.pop("config", {}), changes.pop("more", {})
+        found.images = changes.pop("images", "").split()
+        for key, value in {**changes, "name": name}.items():
+            setattr(found, key, value)
+        found.config, found.more = {**self.config, **config}, {**self.more, **more}
+        return found
+
+    @property
+    def kind(self) -> str:
+        """What a ControlNet's class begins with."""
+        return next((kind for kind in ("Flux", "QwenImage") if self.name.startswith(kind)), "")
 
     def make_call(self, guided: bool) -> dict[str, Any]:
         found: dict[str, Any] = {**self.more}
+        kind = torch.float if self.name.startswith("Chroma") else torch.long  # of masks
         if self.text:
-            sides = ("", "negative_") if guided or self.scale == "always" else ("",)
+            sides = ("", "negative_") if guided or self.scale in ("always", "qwen") else ("",)
             for side in sides:
                 found[f"{side}prompt_embeds"] = torch.randn(1, self.text, 10)
+                if self.scale == "zero":  # a list of samples
+                    found[f"{side}prompt_embeds"] = list(found[f"{side}prompt_embeds"])
+                if self.scale == "qwen":  # Kandinsky 5: embeddings of two encoders, and where the samples begin
+                    found[f"{side}prompt_embeds_qwen"] = found.pop(f"{side}prompt_embeds")
+                    found[f"{side}prompt_embeds_clip"] = torch.randn(1, 6)
+                    found[f"{side}prompt_cu_seqlens"] = torch.tensor([0, self.text], dtype=torch.int32)
                 if self.pooled:
                     found[f"{side}pooled_prompt_embeds"] = torch.randn(1, 6)
                 if self.mask:
-                    found[f"{side}{self.mask}"] = torch.ones(1, self.text).long()
-            found |= {"width": self.size[0], "height": self.size[1]}
-        if self.frames:
+                    found[f"{side}{self.mask}"] = torch.ones(1, self.text).to(kind)
+            found |= {"width": self.size[0], "height": self.size[1]} if self.sized else {}
+        picture = Image.new("RGB", self.size)
+        for key in self.images:
+            found[key] = picture.convert("L") if key == "mask_image" else picture
+        if self.small:
+            found[self.small] = picture.resize((self.size[0] // 4, self.size[1] // 4))
+        if self.two:
+            found[self.two] = [picture] * 2
+        if self.video:
+            found[self.video] = [picture] * self.frames
+        elif self.frames:
             found["num_frames"] = self.frames
         if self.scale:
-            found["guidance_scale" if self.scale == "always" else self.scale] = 4.0 if guided else 1.0
+            key = "guidance_scale" if self.scale in ("always", "zero", "qwen") else self.scale
+            found[key] = 4.0 if guided else 1.0 - (self.scale == "zero")
         return found
 
 
@@ -110,6 +147,269 @@ CASES: dict[str, Case] = {
         "CogVideoXDDIMScheduler", frames=13, scale="always", more={"max_sequence_length": TEXT},
     ),
 }  # fmt: skip
+_SD, _SDXL, _SD3, _FLUX, _QWEN = (CASES[name] for name in ("sd", "sdxl", "sd3", "flux", "qwen-image"))
+_COG, _WAN, _LTX, _HUNYUAN = (CASES[name] for name in ("cogvideox", "wan", "ltx-video", "hunyuanvideo"))
+PARTLY: dict[str, Any] = {"more": {"strength": 0.5}, "asked": {"strength": 0.5}, "steps": 5}  # 2 or 3 of 5 steps
+HALF_WAY = {**PARTLY, "images": "image"}
+NINE, TWICE_OF_FLUX = {"in_channels": 9}, {"in_channels": 16, "out_channels": 8}
+CASES |= {
+    "sd, heun": _SD.change("StableDiffusionPipeline", scheduler="HeunDiscreteScheduler"),
+    "sd, pndm": _SD.change("StableDiffusionPipeline", scheduler="PNDMScheduler", options={"skip_prk_steps": True}),
+    "sd, pndm, long": _SD.change("StableDiffusionPipeline", scheduler="PNDMScheduler", steps=5),
+    "sd, lcm": _SD.change(
+        "LatentConsistencyModelPipeline", scheduler="LCMScheduler", config={"time_cond_proj_dim": 6}, scale=""
+    ),
+    "lcm, image": _SD.change(
+        "LatentConsistencyModelImg2ImgPipeline",
+        scheduler="LCMScheduler",
+        config={"time_cond_proj_dim": 6},
+        scale="",
+        images="image",
+        sized=False,
+    ),
+    "sd, image": _SD.change("StableDiffusionImg2ImgPipeline", sized=False, **HALF_WAY),
+    "sd, image, heun": _SD.change(
+        "StableDiffusionImg2ImgPipeline", sized=False, scheduler="HeunDiscreteScheduler", **HALF_WAY
+    ),
+    "sd, inpaint": _SD.change("StableDiffusionInpaintPipeline", images="image mask_image"),
+    "sd, inpaint, 9": _SD.change("StableDiffusionInpaintPipeline", images="image mask_image", config=NINE),
+    "sd, inpaint, 9, partly": _SD.change(
+        "StableDiffusionInpaintPipeline", config=NINE, **{**PARTLY, "images": "image mask_image"}
+    ),
+    "sd, instruct": _SD.change(
+        "StableDiffusionInstructPix2PixPipeline", images="image", config={"in_channels": 8}, sized=False
+    ),
+    "sdxl, image": _SDXL.change("StableDiffusionXLImg2ImgPipeline", sized=False, **HALF_WAY),
+    "sdxl, inpaint": _SDXL.change(
+        "StableDiffusionXLInpaintPipeline", images="image mask_image", asked={"strength": 0.9999}
+    ),
+    "sdxl, instruct": _SDXL.change(
+        "StableDiffusionXLInstructPix2PixPipeline", images="image", config={"in_channels": 8}
+    ),
+    "sd3, image": _SD3.change("StableDiffusion3Img2ImgPipeline", **HALF_WAY),
+    "sd3, inpaint": _SD3.change(
+        "StableDiffusion3InpaintPipeline",
+        config={"in_channels": 16, "out_channels": 16},
+        vae_config={**KL, "latent_channels": 16},
+        **{**PARTLY, "images": "image mask_image"},
+    ),
+    "flux, image": _FLUX.change("FluxImg2ImgPipeline", **HALF_WAY),
+    "flux, inpaint": _FLUX.change("FluxInpaintPipeline", **{**PARTLY, "images": "image mask_image"}),
+    "flux, fill": _FLUX.change(
+        "FluxFillPipeline", images="image mask_image", scale="", config={"in_channels": 8 + 8 + 256, "out_channels": 8}
+    ),
+    "flux, control": _FLUX.change("FluxControlPipeline", images="control_image", scale="", config=TWICE_OF_FLUX),
+    "flux, control, image": _FLUX.change(
+        "FluxControlImg2ImgPipeline", scale="", config=TWICE_OF_FLUX, **{**PARTLY, "images": "image control_image"}
+    ),
+    "flux, control, inpaint": _FLUX.change(
+        "FluxControlInpaintPipeline",
+        scale="",
+        config={"in_channels": 16, "out_channels": 8},
+        **{**PARTLY, "images": "image control_image mask_image"},
+    ),
+    "flux, kontext": _FLUX.change(
+        "FluxKontextPipeline", images="image", more={"_auto_resize": False, "max_area": WIDTH * HEIGHT}
+    ),
+    "flux, kontext, inpaint": _FLUX.change(
+        "FluxKontextInpaintPipeline",
+        images="image mask_image",
+        more={"_auto_resize": False, "max_area": WIDTH * HEIGHT},
+    ),
+    "qwen-image, image": _QWEN.change("QwenImageImg2ImgPipeline", **HALF_WAY),
+    "qwen-image, inpaint": _QWEN.change("QwenImageInpaintPipeline", **{**PARTLY, "images": "image mask_image"}),
+    "cogvideox, image": _COG.change("CogVideoXImageToVideoPipeline", images="image", config={"in_channels": 4}),
+    "cogvideox, video": _COG.change("CogVideoXVideoToVideoPipeline", **{**PARTLY, "images": "", "video": "video"}),
+    "cogvideox, control": _COG.change("CogVideoXFunControlPipeline", video="control_video", config={"in_channels": 4}),
+    "wan, video": _WAN.change("WanVideoToVideoPipeline", **{**PARTLY, "images": "", "video": "video"}),
+    "wan, edit": _WAN.change("LucyEditPipeline", video="video", config={"in_channels": 4}),
+    "ltx-video, image": _LTX.change("LTXImageToVideoPipeline", images="image"),
+    "ltx-video, condition": _LTX.change("LTXConditionPipeline", images="image"),
+    "hunyuanvideo, skyreels": _HUNYUAN.change(
+        "HunyuanSkyreelsImageToVideoPipeline", images="image", config={"in_channels": 4}, scale="true_cfg_scale"
+    ),
+}
+_FLUX2 = Case(
+    "Flux2Pipeline",
+    "Flux2Transformer2DModel",
+    {},
+    "AutoencoderKLFlux2",
+    {},
+    EULER,
+    {"use_dynamic_shifting": True},
+    scale="",
+    asked={"references": 0},
+)
+_CHROMA = Case(
+    "ChromaPipeline",
+    "ChromaTransformer2DModel",
+    {},
+    "AutoencoderKL",
+    {"latent_channels": 2},
+    EULER,
+    mask=MASK,
+    scale="always",
+)
+_SANA = Case(
+    "SanaPipeline",
+    "SanaTransformer2DModel",
+    {},
+    "AutoencoderDC",
+    {},
+    "DPMSolverMultistepScheduler",
+    mask=MASK,
+    scale="always",
+    more={"use_resolution_binning": False},
+)
+_ZIMAGE = Case("ZImagePipeline", "ZImageTransformer2DModel", {}, scheduler=EULER, scale="zero", **KL_CASES)
+_COGVIEW = Case("CogView4Pipeline", "CogView4Transformer2DModel", {}, scheduler=EULER, scale="always", **KL_CASES)
+_CONTROL = {**TINY["ControlNetModel"], "conditioning_embedding_out_channels": [6, 10, 14, 4]}
+_CONTROL_XL = {
+    "conditioning_embedding_out_channels": [6, 10, 14, 4],
+    **{
+        key: value
+        for key, value in MORE["UNet2DConditionModel"][0].items()
+        if key not in ("sample_size", "up_block_types")
+    },
+}
+CASES |= {
+    "sd, upscale": _SD.change(
+        "StableDiffusionUpscalePipeline",
+        sized=False,
+        small="image",
+        config={"in_channels": 7, "num_class_embeds": 1000},
+        vae_config={
+            **KL,
+            "block_out_channels": [4, 8, 8],
+            "down_block_types": ["DownEncoderBlock2D"] * 3,
+            "up_block_types": ["UpDecoderBlock2D"] * 3,
+        },
+    ),
+    "sd, controlnet": _SD.change("StableDiffusionControlNetPipeline", images="image", beside=_CONTROL),
+    "sd, controlnet, image": _SD.change(
+        "StableDiffusionControlNetImg2ImgPipeline", beside=_CONTROL, **{**PARTLY, "images": "image control_image"}
+    ),
+    "sd, controlnet, inpaint": _SD.change(
+        "StableDiffusionControlNetInpaintPipeline", beside=_CONTROL, images="image mask_image control_image"
+    ),
+    "sdxl, controlnet": _SDXL.change("StableDiffusionXLControlNetPipeline", images="image", beside=_CONTROL_XL),
+    "sdxl, controlnet, image": _SDXL.change(
+        "StableDiffusionXLControlNetImg2ImgPipeline", beside=_CONTROL_XL, **{**PARTLY, "images": "image control_image"}
+    ),
+    "sdxl, controlnet, inpaint": _SDXL.change(
+        "StableDiffusionXLControlNetInpaintPipeline",
+        beside=_CONTROL_XL,
+        images="image mask_image control_image",
+        asked={"strength": 0.9999},
+    ),
+    "flux, controlnet": _FLUX.change(
+        "FluxControlNetPipeline", images="control_image", beside=TINY["FluxControlNetModel"]
+    ),
+    "flux, controlnet, image": _FLUX.change(
+        "FluxControlNetImg2ImgPipeline",
+        beside=TINY["FluxControlNetModel"],
+        scale="",
+        **{**PARTLY, "images": "image control_image"},
+    ),
+    "flux, controlnet, inpaint": _FLUX.change(
+        "FluxControlNetInpaintPipeline",
+        beside=TINY["FluxControlNetModel"],
+        scale="",
+        **{**PARTLY, "images": "image mask_image control_image"},
+    ),
+    "qwen-image, controlnet": _QWEN.change(
+        "QwenImageControlNetPipeline",
+        images="control_image",
+        beside={**TINY["QwenImageControlNetModel"], "extra_condition_channels": 0},
+    ),
+    "flux2": _FLUX2,
+    "flux2, two images": _FLUX2.change(
+        "Flux2Pipeline", size=(256, 256), images="", two="image", asked={"references": 2}
+    ),
+    "flux2, klein": _FLUX2.change("Flux2KleinPipeline", scale="always", asked={}, config={"guidance_embeds": False}),
+    "chroma": _CHROMA,
+    "chroma, image": _CHROMA.change("ChromaImg2ImgPipeline", **HALF_WAY),
+    "auraflow": Case(
+        "AuraFlowPipeline", "AuraFlowTransformer2DModel", {}, scheduler=EULER, mask=MASK, scale="always", **KL_CASES
+    ),
+    "lumina2": Case(
+        "Lumina2Pipeline", "Lumina2Transformer2DModel", {}, scheduler=EULER, mask=MASK, scale="always", **KL_CASES
+    ),
+    "sana": _SANA.change("SanaPipeline", more={"negative_prompt": None}),
+    "sana, sprint": _SANA.change(
+        "SanaSprintPipeline", scheduler="SCMScheduler", config={"guidance_embeds": True}, scale="", steps=2
+    ),
+    "sana, sprint, image": _SANA.change(
+        "SanaSprintImg2ImgPipeline",
+        scheduler="SCMScheduler",
+        config={"guidance_embeds": True},
+        scale="",
+        images="image",
+        steps=2,
+        more={"strength": 0.5},
+        asked={"strength": 0.5},
+    ),
+    "wan, vace": _WAN.change(
+        "WanVACEPipeline",
+        denoiser="WanVACETransformer3DModel",
+        config={"num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 2 * 2 + 64},
+    ),
+    "skyreels": _WAN.change("SkyReelsV2Pipeline", denoiser="SkyReelsV2Transformer3DModel"),
+    "bria": Case(
+        "BriaPipeline",
+        "BriaTransformer2DModel",
+        {},
+        "AutoencoderKL",
+        {"latent_channels": 2},
+        EULER,
+        scale="always",
+        text=128,
+    ),
+    "ovis": Case(
+        "OvisImagePipeline",
+        "OvisImageTransformer2DModel",
+        {},
+        "AutoencoderKL",
+        {"latent_channels": 2},
+        EULER,
+        scale="always",
+        more={"negative_prompt": None},
+    ),
+    "cogview3": Case(
+        "CogView3PlusPipeline",
+        "CogView3PlusTransformer2DModel",
+        {"pos_embed_max_size": 16},
+        scheduler="CogVideoXDDIMScheduler",
+        scale="always",
+        **KL_CASES,
+    ),
+    "kandinsky5": Case(
+        "Kandinsky5T2VPipeline",
+        "Kandinsky5Transformer3DModel",
+        {"in_visual_dim": 2, "visual_cond": True},
+        "AutoencoderKLHunyuanVideo",
+        {},
+        EULER,
+        frames=13,
+        scale="qwen",
+    ),
+    "kandinsky5, image": Case(
+        "Kandinsky5T2IPipeline",
+        "Kandinsky5Transformer3DModel",
+        {"out_visual_dim": 4, "num_visual_blocks": 1},
+        "AutoencoderKL",
+        {"mid_block_add_attention": False},
+        EULER,
+        scale="qwen",
+        size=(768, 1280),
+        steps=1,
+    ),
+    "z-image": _ZIMAGE,
+    "z-image, image": _ZIMAGE.change("ZImageImg2ImgPipeline", **HALF_WAY),
+    "z-image, inpaint": _ZIMAGE.change("ZImageInpaintPipeline", images="image mask_image"),
+    "cogview4": _COGVIEW,
+    "cogview4, control": _COGVIEW.change("CogView4ControlPipeline", images="control_image", config={"in_channels": 8}),
+}
 RUNS = [(name, guided) for name in CASES for guided in (True, False) if CASES[name].scale or not guided]
 
 
@@ -124,34 +424,40 @@ def test_a_run_is_counted_exactly(name: str, guided: bool) -> None:
     key = "unet" if case.denoiser.startswith("UNet") else "transformer"
     kind = getattr(diffusers, case.name)
     parts: dict[str, Any] = {key: denoiser, "vae": vae}
+    if case.beside:
+        parts["controlnet"] = build(f"{case.kind}ControlNetModel", case.beside).eval()
+    watched = torch.nn.ModuleDict(parts)
     parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
     needed = inspect.signature(kind.__init__).parameters.values()
     given = {each.name: None for each in needed if each.name != "self" and each.default is inspect.Parameter.empty}
-    if name == "sdxl":  # its width is read
+    if name.startswith("sdxl"):  # its width is read
         config = transformers.CLIPTextConfig(**TINY_TEXT["CLIPTextModelWithProjection"])
         given["text_encoder_2"] = transformers.CLIPTextModelWithProjection(config)
+    if "low_res_scheduler" in given:
+        given["low_res_scheduler"] = diffusers.DDPMScheduler()
     pipeline = kind(**{**given, **parts})
     pipeline.set_progress_bar_config(disable=True)
     call = case.make_call(guided)
 
     def run() -> None:
         with torch.no_grad():
-            pipeline(num_inference_steps=STEPS, output_type="np", **call)
+            pipeline(num_inference_steps=case.steps, output_type="np", **call)
 
     with sdpa_kernel(SDPBackend.MATH):
-        counted = count_flops(torch.nn.ModuleDict({key: denoiser, "vae": vae}), run)
-    theirs = dict.fromkeys((key, "vae"), 0)
+        counted = count_flops(watched, run)
+    theirs = dict.fromkeys(watched, 0)
     for path, row in counted.rows.items():
         theirs[path.partition(".")[0]] += sum(row)
     sizes: dict[str, Any] = {"videos": [(*case.size, case.frames)]} if case.frames else {"images": [case.size]}
     if case.text:
         sizes["text"] = TEXT
-    config = {part: {**parts[part].config, "_class_name": type(parts[part]).__name__} for part in (key, "vae")}
+    config = {name: {**part.config, "_class_name": type(part).__name__} for name, part in parts.items()}
     estimate = estimate_flops(
         {"_class_name": case.name, **config},
         **sizes,
-        sampling_steps=STEPS,
+        sampling_steps=case.steps,
         guidance="on" if guided else "off",
+        **case.asked,
         convention="full",
         attention_kernel="eager",
     )
