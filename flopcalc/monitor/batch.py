@@ -395,7 +395,7 @@ def bind_live(
     kernel = _KERNELS.get(str(getattr(config, "_attn_implementation", None)), "auto")
     if is_plain:
         return bind(config, device=device, attention_kernel=kernel, **formats)
-    live = strip(model)  # PEFT's wrapper stays: its adapters are read
+    live = strip(model, is_whole=True)  # PEFT's wrapper stays: its adapters are read
     if getattr(live, "config", None) is None:
         live = inner
     return bind(live, device=device, attention_kernel=kernel, **formats)

@@ -26,6 +26,8 @@ CONTEXT = (
     "perf/mfu_step",
     "perf/mfu_of_bf16_peak",
 )
+# In every record of a job of several ranks: this rank's own.
+RANK = ("perf/rank_mfu", "perf/rank_step_time")
 # Every `detail_every` steps; goodput/lost_<cause>_s joins them, with causes that only the run knows.
 DETAIL = (
     "perf/hfu", "perf/device_mfu", "perf/device_step_time", "perf/tflops_per_gpu", "perf/padded_tokens_per_second",

@@ -288,6 +288,7 @@ class Meter:
         self._last_datasets = 0
         self.scope = "this process"
         self.has_others = False  # ranks to send sums to
+        self.has_stages = False  # this rank is a stage of a pipeline
         self.combined: MeanStep | None = None  # of all ranks, once they have answered
         self.is_unreported = False  # no record holds them yet
         self.problems: dict[str, str] = {}  # for the monitor to say; key: what it is said once for
@@ -400,6 +401,12 @@ class Meter:
         record["perf/mfu_of_bf16_peak"] = _divide(
             found.model_flops, found.train_s * peak.bf16_flops_per_s * found.ranks
         )
+        if self.has_others:
+            own = window.mean(self.peaks, self.scope)
+            # A pipeline's first stage counts the FLOPs of all stages, the others none.
+            flops = math.nan if self.has_stages else own.model_flops
+            record["perf/rank_mfu"] = _divide(flops, own.train_s * own.peak_flops_per_s)
+            record["perf/rank_step_time"] = own.wall_s
         details = self._details(window, found, elapsed_s) | dict(gauge or {})
         if self.is_detail_due():
             self._last_detail = self.steps

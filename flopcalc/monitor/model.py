@@ -89,8 +89,13 @@ class WatchedModel:
         if _is_off(state):  # its adapters are off: it does not train now
             return
         self.is_bound = True
-        tensor, context, stages = find_layout(self._settings, self.live, self._say)
+        try:
+            tensor, context, stages = find_layout(self._settings, self.live, self._say)
+        except FlopcalcError as error:
+            self._explain(str(error))
+            return
         self.shared = tensor * context
+        self._meter.has_stages = stages > 1
         try:
             self.intake = self._make_intake(model, context)
             self.has_formula = True

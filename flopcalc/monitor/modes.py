@@ -148,7 +148,10 @@ class _MeasuringSource(FactorSource):
         """Nothing can measure here: the estimate it is, from now on."""
         self._is_off = True
         self._explain(reason)
-        self._say(f"{self.name}: on the estimate from here on: {reason}", f"{self.name} off")
+        self._say(
+            f"{self.name}: on the estimate from here on, which is exact for a model that a spec describes: {reason}",
+            f"{self.name} off",
+        )
 
     def _keep(
         self, step: int, kind: Hashable, measured: int, expected: int | None, by: str, is_of_model: bool = True

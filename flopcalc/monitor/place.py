@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from typing import Any, NamedTuple
 
-from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.errors import ConfigError, FlopcalcError
 from flopcalc.base.spelling import spell_keyword, use_spelling
 from flopcalc.core.estimate import utilization
 from flopcalc.core.model.live import strip
@@ -122,27 +122,57 @@ def guess_format(model: object, seen: Seen | None) -> str:
 
 
 def find_layout(settings: Settings, model: object, say: Say) -> tuple[int, int, int]:
-    """Tensor, context and pipeline parallel sizes: given, or read from the meshes of the parameters."""
-    found = {"tp": 1, "cp": 1}
-    if model is not None:
-        inner = strip(model)
-        meshes = {id(mesh): mesh for mesh in (getattr(p, "device_mesh", None) for p in inner.parameters())}
-        for mesh in meshes.values():
-            names = getattr(mesh, "mesh_dim_names", None) or ()
-            for name, size in zip(names, getattr(mesh, "shape", ()), strict=False):
-                axis = _name_axis(str(name).lower())
-                if axis is None:
-                    say(f"mesh axis {name!r} is taken to hold batches of its own; else set distributed.tensor_parallel")
-                elif axis in found:
-                    found[axis] = max(found[axis], int(size))
-        size = getattr(inner, "tp_size", None)
-        if isinstance(size, int):
-            found["tp"] = max(found["tp"], size)
+    """Tensor, context and pipeline parallel sizes: given, or read from the parameters and their meshes."""
+    tensor, context = 1, 1
+    if model is not None and not (settings.tensor_parallel and settings.context_parallel):
+        tensor, context = _read_meshes(strip(model), bool(settings.tensor_parallel), say)
     return (
-        settings.tensor_parallel or found["tp"],
-        settings.context_parallel or found["cp"],
+        settings.tensor_parallel or tensor,
+        settings.context_parallel or context,
         settings.pipeline_parallel or 1,
     )
+
+
+def _read_meshes(inner: Any, is_told: bool, say: Say) -> tuple[int, int]:
+    """Axes over which a layer's weights are cut, but not by FSDP, are tensor parallel, whatever they are called."""
+    sizes = {"tp": 1, "cp": 1}
+    size = getattr(inner, "tp_size", None)
+    if isinstance(size, int):
+        sizes["tp"] = size
+    managed = {  # by FSDP2, which makes a module's class one of its own
+        id(each) for part in inner.modules() if hasattr(part, "unshard") and hasattr(part, "reshard")
+        for each in part.parameters()
+    }  # fmt: skip
+    cut: dict[str, tuple[int, bool]] = {}  # axis without a known name -> its size, whether it cuts a matrix
+    for parameter in inner.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            continue
+        names = getattr(mesh, "mesh_dim_names", None) or [f"number {i}" for i in range(mesh.ndim)]
+        is_sharded = [not (each.is_replicate() or each.is_partial()) for each in parameter.placements]
+        own = is_sharded.index(True) + 1 if id(parameter) in managed and True in is_sharded else 0
+        for i, (name, axis_size) in enumerate(zip(names, mesh.shape, strict=True)):
+            axis = _name_axis(str(name).lower())
+            if axis in sizes:
+                sizes[axis] = max(sizes[axis], int(axis_size))
+            elif i >= own and axis is None and axis_size > 1:
+                is_matrix = is_sharded[i] and parameter.ndim == 2
+                known = cut.get(str(name), (0, False))[1]
+                if is_sharded[i] or str(name) in cut:
+                    cut[str(name)] = (int(axis_size), known or is_matrix)
+                else:
+                    say(
+                        f"mesh axis {name!r} is taken to hold batches of its own; else set distributed.tensor_parallel",
+                        f"axis {name}",
+                    )
+    for name, (axis_size, is_matrix) in cut.items():
+        if not is_matrix and not is_told:
+            raise ConfigError(
+                f"mesh axis {name!r} cuts experts alone, so it is not known whether its ranks share a batch: set "
+                f"distributed.tensor_parallel to {axis_size} if they do, to 1 if each has its own"
+            )
+        sizes["tp"] = max(sizes["tp"], axis_size)
+    return sizes["tp"], sizes["cp"]
 
 
 def _name_axis(name: str) -> str | None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, format_nearest, format_value
-from flopcalc.base.units import check_size
+from flopcalc.base.units import check_positive, check_size
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.estimate.utilization import check_positive, find_ideal_time, find_peak, share_peak
+from flopcalc.core.estimate.utilization import find_ideal_time, find_peak, share_peak
 from flopcalc.core.model.live import strip, unwrap
 from flopcalc.hardware.devices import find_detected, parse_dtype
 from flopcalc.monitor.batch import bind_eager, bind_live

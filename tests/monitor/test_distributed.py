@@ -186,6 +186,8 @@ def test_ddp(tmp_path: Path) -> None:
     log = [json.loads(line) for line in (tmp_path / "flopcalc.jsonl").read_text().splitlines()]
     assert (log[0]["type"], log[0]["world"], log[-1]["type"]) == ("start", 3, "end")
     steps = [line for line in log if line["type"] == "step"]
+    own = next(line for line in steps if line["perf/rank_mfu"] is not None)
+    assert own["perf/rank_mfu"] * own["perf/rank_step_time"] * PEAK == pytest.approx(count(8), rel=1e-9)
     assert (steps[0]["perf/scope"], steps[-1]["perf/scope"]) == ("rank 0 of 3", "all 3 ranks")
     detail = next(line for line in steps if "perf/stragglers" in line)
     check_machine(detail, count(8, 16, 24), ROWS * (8 + 16 + 24), 3)
@@ -193,18 +195,36 @@ def test_ddp(tmp_path: Path) -> None:
     assert set(detail["perf/stragglers"]) <= {0, 1, 2}
 
 
-def train_fsdp(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
+def train_fsdp(talk: Talk, store: Any, folder: str, kind: str) -> Outcome:  # noqa: ARG001
+    import functools
+
+    import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     batch = make_batch(8 * (dist.get_rank() + 1), dist.get_rank())
 
     def make() -> tuple[Any, Callable[[], Any]]:
-        model = build()
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
+        model = build({**CONFIG, "tie_word_embeddings": kind == "fsdp1 tied"})
+        layers = model.model.layers
+        if kind.startswith("fsdp1"):
+            policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(layers[0])})
+            model = FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=policy,
+                device_mesh=mesh,
+                use_orig_params=kind == "fsdp1 named",
+                device_id=torch.device("cpu"),
+            )
+            return model, lambda: run_model(model, batch)
+        for i, layer in enumerate(layers):
+            if kind == "wrapped":
+                layers[i] = checkpoint_wrapper(layer)
+            fully_shard(layers[i], mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model, lambda: run_model(model, batch)
 
@@ -212,10 +232,21 @@ def train_fsdp(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
 
 
 @pytest.mark.heavy
-def test_fsdp2(tmp_path: Path) -> None:
-    with run_ranks(2, train_fsdp, str(tmp_path)) as ranks:
+@pytest.mark.parametrize("kind", ["fsdp2", "wrapped", "fsdp1", "fsdp1 named", "fsdp1 tied"])
+def test_fsdp(tmp_path: Path, kind: str) -> None:
+    """FSDP2 alone and with torch's checkpoint_wrapper; FSDP1 with flat parameters, and with their own names."""
+    with run_ranks(2, train_fsdp, str(tmp_path), kind) as ranks:
         found = hear_all(ranks)
     check_machine(found[0].metrics, count(8, 16), ROWS * (8 + 16), 2)
+    machine = found[0].metrics["perf/step_time"] * PEAK * 2
+    recompute = "full" if kind == "wrapped" else "none"
+    executed = sum(
+        flopcalc.estimate_flops(
+            CONFIG, batch_size=ROWS, seq_len=length, convention="hardware", recipe={"recompute": recompute}
+        ).total
+        for length in (8, 16)
+    )
+    assert found[0].metrics["perf/hfu"] * machine == pytest.approx(executed, rel=1e-9)
 
 
 def train_wrapped_later(talk: Talk, store: Any, folder: str, is_sharded: bool) -> Outcome:  # noqa: ARG001
@@ -305,14 +336,14 @@ def test_transformers_own(
 # --- Ranks that share a batch -----------------------------------------------------------------------------------------
 
 
-def train_tp(talk: Talk, store: Any, folder: str, is_named: bool) -> Outcome:  # noqa: ARG001
+def train_tp(talk: Talk, store: Any, folder: str, axes: tuple[str, ...] | None, sizes: tuple[int, ...]) -> Outcome:  # noqa: ARG001
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",) if is_named else None)
-    batch = make_batch(16, 0)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    batch = make_batch(16, dist.get_rank() // sizes[-1])
 
     def make() -> tuple[Any, Callable[[], Any]]:
         model = build()
@@ -322,19 +353,25 @@ def train_tp(talk: Talk, store: Any, folder: str, is_named: bool) -> Outcome:  #
                 "mlp.up_proj": ColwiseParallel(),
                 "mlp.down_proj": RowwiseParallel(),
             }
-            parallelize_module(layer, mesh, plan)
+            parallelize_module(layer, mesh if len(sizes) == 1 else mesh["model"], plan)
+            if len(sizes) > 1:
+                fully_shard(layer, mesh=mesh["outer"])
         return model, lambda: run_model(model, batch)
 
-    return train_twice(folder, settings(**{} if is_named else {"tensor_parallel": world}), make)
+    return train_twice(folder, settings(), make)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("is_named", [True, False])
-def test_tensor_parallel(tmp_path: Path, is_named: bool) -> None:
-    """The mesh says it by its axis' name, or the settings do."""
-    with run_ranks(2, train_tp, str(tmp_path), is_named) as ranks:
+@pytest.mark.parametrize(
+    ("axes", "sizes"), [(("tp",), (2,)), (("model",), (2,)), (None, (2,)), (("outer", "model"), (2, 2))]
+)
+def test_tensor_parallel(tmp_path: Path, axes: tuple[str, ...] | None, sizes: tuple[int, ...]) -> None:
+    """What is cut, and not by FSDP, is tensor parallel, whatever its axis is called."""
+    world = sizes[0] * sizes[-1] if len(sizes) > 1 else sizes[0]
+    with run_ranks(world, train_tp, str(tmp_path), axes, sizes) as ranks:
         found = hear_all(ranks)
-    check_machine(found[0].metrics, count(16), ROWS * 16, 2)
+    batches = world // sizes[-1]
+    check_machine(found[0].metrics, batches * count(16), batches * ROWS * 16, world)
 
 
 def train_context_parallel(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001

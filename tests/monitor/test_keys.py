@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flopcalc.base.errors import ConfigError
-from flopcalc.monitor.keys import CONTEXT, CORE, DETAIL, STYLES, rename
+from flopcalc.monitor.keys import CONTEXT, CORE, DETAIL, RANK, STYLES, rename
 
 
 def test_the_names_asked_for_are_core() -> None:
@@ -17,13 +17,13 @@ def test_the_names_asked_for_are_core() -> None:
 
 
 def test_no_name_stands_twice() -> None:
-    every = (*CORE, *CONTEXT, *DETAIL)
+    every = (*CORE, *CONTEXT, *RANK, *DETAIL)
     assert len(set(every)) == len(every)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_style_renames_known_names_to_names_of_their_own(style: str) -> None:
-    every = (*CORE, *CONTEXT, *DETAIL)
+    every = (*CORE, *CONTEXT, *RANK, *DETAIL)
     assert set(STYLES[style]) <= set(every)
     renamed = rename(dict.fromkeys(every, 1), style)
     assert len(renamed) == len(every)  # no two became one

@@ -470,7 +470,7 @@ def test_a_model_that_cannot_be_copied(change: Callable[[Any], None], words: str
     source.start()
     source.stop(1, TEXT, counts, batches)
     assert len(said) == 1
-    assert said[0].startswith("smart: on the estimate from here on: ")
+    assert said[0].startswith("smart: on the estimate from here on, which is exact for a model that a spec describes: ")
     assert words in said[0]
     assert source.factor(TEXT).value == 1.0
     assert source.factor(TEXT).source.startswith("smart: estimate (LlamaForCausalLM ")
@@ -821,6 +821,7 @@ def test_a_traced_model_is_compared_by_its_operators(gpu: type[FakeCounter]) -> 
 # --- Hybrid -----------------------------------------------------------------------------------------------------------
 
 NO_COUNTERS = "no hardware counters (refused)"
+ON_ESTIMATE = "hybrid: on the estimate from here on, which is exact for a model that a spec describes: "
 
 
 @pytest.mark.parametrize(
@@ -835,7 +836,7 @@ NO_COUNTERS = "no hardware counters (refused)"
             f"hybrid: estimate ({NO_COUNTERS}; no profiler (ImportError: no kineto))",
             [
                 f"hybrid: {NO_COUNTERS}: on the profiler",
-                f"hybrid: on the estimate from here on: {NO_COUNTERS}; no profiler (ImportError: no kineto)",
+                f"{ON_ESTIMATE}{NO_COUNTERS}; no profiler (ImportError: no kineto)",
             ],
         ),
         (
@@ -843,7 +844,7 @@ NO_COUNTERS = "no hardware counters (refused)"
             False,
             True,
             f"hybrid: estimate ({NO_COUNTERS}, and hybrid_mode.fallback_to_profiler is false)",
-            [f"hybrid: on the estimate from here on: {NO_COUNTERS}, and hybrid_mode.fallback_to_profiler is false"],
+            [f"{ON_ESTIMATE}{NO_COUNTERS}, and hybrid_mode.fallback_to_profiler is false"],
         ),
         (
             {"hardware_counters_enabled": False},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.data import find_data_dir, find_version, load_toml
 from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import Phase
@@ -13,12 +15,15 @@ from flopcalc.core.images.vision import Vision
 from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.live import unwrap
-from flopcalc.core.model.ops import Attend, Chain, Param, Weighted, iterate, join, list_routed
+from flopcalc.core.model.ops import Attend, iterate, list_parameters, list_routed
 from flopcalc.core.recipe.recipe import Recipe, check_clipping
 from flopcalc.core.recipe.resolver import Resolver, check_clipped
 from flopcalc.core.workload.sums import Pairs
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.routing import Routing
+
+if TYPE_CHECKING:
+    from flopcalc.core.estimate.former import Rules
 
 
 def check_workload(model: BoundModel, load: Workload) -> Workload:
@@ -30,7 +35,7 @@ def check_workload(model: BoundModel, load: Workload) -> Workload:
     if not model.has_text:
         _check_vision(model, load)
     elif not load.seq and load.decoder is None and model.needs_text:
-        raise WorkloadError("seq is missing: the length that the language model sees per sample")
+        raise WorkloadError(f"{spell('seq')} is missing: the length that the language model sees per sample")
     if model.spec.phases and load.phase not in model.spec.phases:
         raise WorkloadError(
             f"{model.name}: phase {load.phase} is not described: use {spell('phase')} {' or '.join(model.spec.phases)}"
@@ -233,51 +238,49 @@ def check_clipping_recipe(model: BoundModel, recipe: Recipe, resolver: Resolver)
         )
 
 
-def check_live(model: BoundModel, sizes: dict[str, int], names: dict[str, str]) -> None:
-    """The live model's parameters must be the spec's, by name and size: else its FLOPs would not be.
+def check_live(
+    model: BoundModel, recipe: Recipe, sizes: dict[str, int], names: dict[str, str]
+) -> tuple[BoundModel, Recipe, Rules]:
+    """The model and its recipe, laid out as the live model is; its parameters must be the spec's, by name and size.
 
-    The spec may know a shared tensor by any of its names, but by one alone. A model without a head whose weight is
-    the embedding's has the same parameters, so its class is asked too; own and remote classes may have any name.
+    A model without a head whose weight is the embedding's has the same parameters, so its class is asked too; own and
+    remote classes may have any name.
     """
     spec = model.spec
     classes = type(unwrap(model.source.module)).__mro__
     is_known = any(is_same_class(each.__name__, spec.architecture) for each in classes)
     if model.head.kind != "lm":
         is_known = any(find_ending(each.__name__) == model.head.table for each in classes)
-    if not is_known and any(each.__module__.startswith("transformers.models.") for each in classes):
+    is_hf = any(each.__module__.startswith("transformers.models.") for each in classes)
+    if not is_known and is_hf:
         raise ConfigError(
             f"{classes[0].__name__} is another class than {spec.architecture}, which spec {spec.name!r} "
             "describes: give that model, or its config; bind(model, example_batch) counts any module by a trace"
         )
-    expected: dict[str, int] = {}
-    for stage in model.stages:
-        for layer, chain in enumerate(stage.layers, stage.first):
-            path = f"{stage.path}.{layer}" if stage.repeated else stage.path
-            expected |= _parameter_sizes(chain, path)
+    problem = _find_difference(model, sizes, names)
+    if not problem:
+        return model, recipe, ()
+    from flopcalc.core.estimate.former import LiveParameters, join_live  # only for models of other releases
+
+    joined, recipe, live, rules = join_live(model, recipe, LiveParameters(sizes, names))
+    if _find_difference(joined, *live):
+        release = f" of transformers {find_version('transformers')}" if is_hf else ""
+        raise ConfigError(
+            f"{model.name}{release} {problem}: spec {spec.name!r} describes {spec.architecture} ({spec.source}); "
+            "bind(model, example_batch) counts any module by a trace"
+        )
+    return joined, recipe, rules
+
+
+def _find_difference(model: BoundModel, sizes: Mapping[str, int], names: Mapping[str, str]) -> str:
+    """How a live model's parameters differ from the spec's, where a shared tensor has one of its names alone."""
+    expected = list_parameters(model.stages)
     tensors = Counter(names.get(name, name) for name in expected)
     extra = sorted(name for name, size in sizes.items() if size and names[name] not in tensors)  # some are empty
     missing = sorted(name for name in expected if name not in sizes or tensors[names[name]] > 1)
     resized = sorted(name for name, size in sizes.items() if expected.get(name, size) != size)
-    if extra or missing or resized:
-        shown = ", ".join((extra or missing or resized)[:3])
-        what = "has parameters that the spec lacks" if extra else "lacks parameters of the spec"
-        what = what if extra or missing else "has parameters of another size than its config says"
-        raise ConfigError(f"{model.name} {what} ({shown}): spec {spec.name!r} describes {spec.architecture}")
-
-
-def _parameter_sizes(chain: Chain, path: str) -> dict[str, int]:
-    """Every parameter of a chain by its full name, with its number of elements."""
-    sizes = {}
-    for op in iterate(chain):
-        if not isinstance(op, Weighted) or op.again:
-            continue
-        module = join(path, op.name)
-        if not op.tied:
-            sizes[module if isinstance(op, Param) else f"{module}.{op.param}"] = op.weight_size
-        if op.bias:
-            sizes[f"{module}.{op.bias_name}"] = op.bias_size
-        if "*" in op.name:  # a module per copy
-            for name in [name for name in sizes if "*" in name]:
-                size = sizes.pop(name) // op.copies
-                sizes |= {name.replace("*", copy): size for copy in op.copy_names}
-    return sizes
+    if not (extra or missing or resized):
+        return ""
+    what = "has parameters that the spec lacks" if extra else "lacks parameters of the spec"
+    what = what if extra or missing else "has parameters of another size than its config says"
+    return f"{what} ({', '.join((extra or missing or resized)[:3])})"

@@ -51,6 +51,7 @@ from flopcalc.hardware.devices import Device, find_sdpa
 from flopcalc.hardware.routing import Routing
 
 if TYPE_CHECKING:
+    from flopcalc.core.estimate.former import Rules
     from flopcalc.hardware.kernels import KernelTable, TileTable
 
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
@@ -88,6 +89,7 @@ class CountedEstimator(Estimator):
     ) -> None:
         check_word(convention, CONVENTIONS, "convention")
         check_word(attention_kernel, KERNELS, "attention kernel")
+        model, self.recipe, rules = _join_recipe(model, recipe, clipping)
         self.model = model
         self.source, self.spec, self.stages = model.source, model.spec, model.stages
         self.vision, self.audio = model.vision, model.audio
@@ -100,10 +102,9 @@ class CountedEstimator(Estimator):
         self.asked_routing = routing
         if routing is not None:
             check_routing(model, routing)
-        self.recipe = _join_recipe(model, recipe, clipping)
         if self.is_diffusion and self.recipe.recompute == "full-reentrant":
             raise RecipeError(f"diffusers' gradient checkpointing is not reentrant: {spell('recompute', 'full')}")
-        self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked)
+        self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked, rules)
         self.asked_kernel = attention_kernel
         self.attention_kernel: PickedKernel = (
             find_sdpa(device, self.formats.attention) if attention_kernel == "auto" else attention_kernel
@@ -386,7 +387,7 @@ class CountedEstimator(Estimator):
         }
 
 
-def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Formats:
+def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions, rules: Rules) -> Formats:
     """What the numbers of a model are: as asked, as its parameters are, or as its config says."""
     source = model.source
     are_said = asked.weights is not None
@@ -395,6 +396,8 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Fo
         from flopcalc.core.recipe.live import read_formats  # a config alone starts without it
 
         live = read_formats(source.module, are_said=are_said)
+        if rules:
+            live = live._replace(stored={_rename_all(rules, name): stored for name, stored in live.stored.items()})
     casts = any(op.float32 for stage in model.stages for chain in stage.kinds for op in iterate(chain))
     lora_dtype = recipe.lora.dtype if recipe.lora is not None else None
     return make_formats(
@@ -408,21 +411,40 @@ def _save_head(model: BoundModel, lora: Lora) -> Lora:
     return replace(lora, save=(*lora.save, *dict.fromkeys(added)))
 
 
-def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: Clipping | None) -> Recipe:
-    """The recipe that holds: a live model says itself what trains, a recipe what it cannot say."""
+def _rename_all(rules: Rules, name: str) -> str:
+    """A live model's name under its spec's."""
+    for rule in rules:
+        name = rule.rename(name)
+    return name
+
+
+def _join_recipe(
+    model: BoundModel, recipe: Recipe | None, clipping: Clipping | None
+) -> tuple[BoundModel, Recipe, Rules]:
+    """The recipe that holds, and the model as it is live: that says itself what trains, a recipe what it cannot say."""
+    rules: Rules = ()
     if model.source.module is not None and (recipe is None or recipe.trained is None):
         if recipe is not None and (recipe.freeze or recipe.train_only or recipe.lora):
             raise RecipeError(
                 "a live model itself says what trains (requires_grad and PEFT): change it there, or pass its config"
             )
-        from flopcalc.core.recipe.live import read_recipe
+        from flopcalc.core.recipe.live import has_input_hook, list_wrapped, read_recipe, read_recompute
 
         live, sizes, names = read_recipe(model.source.module, None if recipe is None else recipe.recompute)
-        check_live(model, sizes, names)
+        model, live, rules = check_live(model, live, sizes, names)
+        wrapped = list_wrapped(model.source.module)
+        if wrapped:
+            from flopcalc.core.estimate.former import follow_wrappers
+
+            model = follow_wrappers(model, [_rename_all(rules, path) for path in wrapped])
+        elif read_recompute(model.source.module) != "none" and not has_input_hook(model.source.module):
+            from flopcalc.core.estimate.former import drop_hooks
+
+            model = drop_hooks(model)
         recipe = live if recipe is None else live.replace(clipping=recipe.clipping)
     if recipe is not None and recipe.lora is not None and model.head.kind in ("sequence", "token"):
         recipe = recipe.replace(lora=_save_head(model, recipe.lora))
     recipe = recipe if recipe is not None else make_recipe()
     if clipping is not None and recipe.clipping not in ("none", clipping):
         raise RecipeError(f"clipping {format_value(clipping)} contradicts the recipe's, {recipe.clipping}")
-    return recipe if clipping is None else recipe.replace(clipping=clipping)
+    return model, recipe if clipping is None else recipe.replace(clipping=clipping), rules

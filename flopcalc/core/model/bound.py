@@ -89,7 +89,8 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
     dims = bind_spec(spec, source.config, source.where, extra)
     stages, renamed = expand(dims), None
     # A denoiser, the parts of a pipeline and models of images alone have no head that another could replace.
-    has_head = not (is_part or spec.is_tower or spec.latents) and (has_lm_head(stages) or bool(spec.heads))
+    is_own = is_part and spec.name == spec.architecture  # written for one class
+    has_head = not (is_own or spec.is_tower or spec.latents) and (has_lm_head(stages) or bool(spec.heads))
     if not has_head and (source.head or source.mtp):
         raise ConfigError(f"{source.where}: {spec.name!r} is no language model: it takes neither head nor mtp")
     head = find_head(source, spec) if has_head else Head()

@@ -289,11 +289,15 @@ class LayerBuilder:
         self._width = size("out", default=str(heads * v)) if v else None  # a part of the products hands nothing on
         self._width_from = (*texts, str(item["v"]))
         cache = size("cache", 0, default=str(kv_heads * (qk + v) if keeps_keys(item) else 0))
+        open_keys = {
+            "kv_heads": is_silent and (kv_heads != heads or keeps_keys(item)),
+            "queries": "queries" not in item and isinstance(common["rows"], Expression),
+        }
         return Attend(
             **common,
             heads=heads,
             kv_heads=kv_heads,
-            kv_heads_inferred=is_silent and (kv_heads != heads or keeps_keys(item)),
+            inferred=tuple(key for key, is_open in open_keys.items() if is_open),
             qk=qk,
             v=v,
             cache=cache,

@@ -33,6 +33,7 @@ class Op(Value):
     beside: str = ""  # the stream without which it does not run
     state: int = 0  # numbers that it leaves in the cache for every sequence, however long
     float32: str = ""  # the code computes it in float32: "cast" its inputs, or "always", with autocast turned off
+    inferred: tuple[str, ...] = ()  # keys that its spec leaves out: taken from its place, or from sizes beside it
 
     # What only some kinds have is neutral in the others, so that a fold over all ops need not ask for the kind.
     @property
@@ -266,7 +267,6 @@ class Attend(Op):
     latent: int = 0
     queries: Sum | None = None  # None: as many as there are rows in the product that reads it
     rotates_part: bool = False  # a part of each head is rotated, then concatenated with the rest
-    kv_heads_inferred: bool = False  # from the widths of the projections if a user's spec has none; a note says so
 
 
 @frozen(kw_only=True)
@@ -351,6 +351,33 @@ def iterate(chain: Chain) -> Iterable[Op]:
         else:
             for branch in item:
                 yield from iterate(branch)
+
+
+def list_parameters(stages: Iterable[Stage], has_tied: bool = False) -> dict[str, int]:
+    """Every parameter of the stages by its full name, with its number of elements; a tied one if it is asked for."""
+    sizes: dict[str, int] = {}
+    for stage in stages:
+        for layer, chain in enumerate(stage.layers, stage.first):
+            path = f"{stage.path}.{layer}" if stage.repeated else stage.path
+            for op in iterate(chain):
+                if isinstance(op, Weighted) and not op.again:
+                    sizes |= _list_own(op, join(path, op.name), has_tied)
+    return sizes
+
+
+def _list_own(op: Weighted, module: str, has_tied: bool) -> dict[str, int]:
+    sizes = {} if op.tied and not has_tied else {name_weight(op, module): op.weight_size}
+    if op.bias:
+        sizes[f"{module}.{op.bias_name}"] = op.bias_size
+    if "*" not in op.name:
+        return sizes
+    # A module per copy.
+    return {name.replace("*", copy): size // op.copies for name, size in sizes.items() for copy in op.copy_names}
+
+
+def name_weight(op: Weighted, module: str) -> str:
+    """The full name of an op's weight."""
+    return module if isinstance(op, Param) else f"{module}.{op.param}"
 
 
 def list_routed(stages: Iterable[Stage]) -> dict[tuple[str, int], int]:

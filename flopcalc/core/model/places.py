@@ -41,14 +41,15 @@ def _settle(chain: Chain, flow: _Flow) -> tuple[Chain, _Flow]:
         if isinstance(item, Linear):
             is_row = flow.is_mixed and flow.part in (_ANY, item.part)
             usual: Split | None = "whole" if item.part == "router" else "row" if is_row else None
-            item = item.replace(split=item.split or usual, reads_stream=not flow.part)
+            said = item.inferred if item.split else (*item.inferred, "split")
+            item = item.replace(split=item.split or usual, reads_stream=not flow.part, inferred=said)
             flow = _Flow("" if item.split == "row" or item.part in _APART else item.part)
         elif isinstance(item, Norm) and not item.over:
             before = made[-1] if made else None
             if isinstance(before, Linear) and before.split != "row" and before.copies == 1:
-                item = item.replace(over=before.n_out)
+                item = item.replace(over=before.n_out, inferred=(*item.inferred, "over"))
         elif isinstance(item, Pointwise) and item.gate is None:
-            item = item.replace(gate=_find_gate(made))
+            item = item.replace(gate=_find_gate(made), inferred=(*item.inferred, "gate"))
         elif isinstance(item, Attend):
             _mark_projections(made)
         made.append(item)

@@ -11,10 +11,12 @@ from flopcalc.base.number_formats import PLAIN, parse_compute
 from flopcalc.base.vocabulary import Recompute
 from flopcalc.core.formats.formats import LiveFormats
 from flopcalc.core.formats.stored import StoredFormat, load_stored, make_plain
+from flopcalc.core.model.live import WRAPPED, iterate_parameters
 from flopcalc.core.recipe.recipe import Adapter, Recipe
 
 _SCALES = ("_scale_inv", ".activation_scale")  # parameters of transformers' fp8 modules that are no weights
-_WRAPPERS = ("_orig_mod.", "module.", "_module.", "base_model.model.")
+_INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # those that stand around layers too
+_WRAPPERS = (*(f"{name}." for name in WRAPPED), "base_model.model.")
 
 
 def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe, dict[str, int], dict[str, str]]:
@@ -25,11 +27,11 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
     trained: set[str] = set()
     adapters: dict[str, dict[str, Adapter]] = {}  # adapted module -> name of an adapter -> itself
     sizes: dict[str, int] = {}
-    first: dict[int, str] = {}
+    first: dict[object, str] = {}
     names: dict[str, str] = {}
     fused = _find_fused(model)
     active = _find_active(model)
-    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+    for full_name, parameter, tensor in iterate_parameters(model):
         path, dot, rest = full_name.partition(".lora_")
         if dot:
             # lora_A is (r, in) for a linear, (r, in, …) for a convolution, (r, vocab) for an embedding, and
@@ -57,7 +59,7 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
                 trained.add(f"{path}.{rest.partition('.')[2]} saved")
             continue
         sizes[name] = _count_elements(parameter)
-        names[name] = first.setdefault(id(parameter), name)
+        names[name] = first.setdefault(tensor, name)
         if parameter.requires_grad:
             trained.add(name)
     if recompute is None:
@@ -83,7 +85,7 @@ def read_formats(model: Any, *, are_said: bool = False) -> LiveFormats:
     sizes: dict[str, int] = {}
     adapter = ""
     modules = dict(model.named_modules())
-    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+    for full_name, parameter, _ in iterate_parameters(model):
         if full_name.endswith(_SCALES):
             continue
         if ".lora_" in full_name:
@@ -216,14 +218,32 @@ def _plain_name(name: str) -> str:
     """A parameter's or module's name without what DDP, torch.compile and PEFT wrap around it."""
     for wrapper in _WRAPPERS * 2:
         name = name.removeprefix(wrapper)
-    name = name.replace("._orig_mod.", ".").replace(".original_module.", ".")
+    for wrapper in (*_INSIDE, "original_module"):
+        name = name.replace(f".{wrapper}.", ".")
     while ".base_layer" in name:
         name = name.replace(".base_layer", "")
     return name
 
 
+def list_wrapped(model: Any) -> dict[str, bool]:
+    """Modules in torch's checkpoint_wrapper, by plain name, and whether it is the reentrant one."""
+    return {
+        _plain_name(f"{path}.")[:-1]: "NO_" not in str(getattr(module, "checkpoint_impl", "NO_"))
+        for path, module in model.named_modules()
+        if "_checkpoint_wrapped_module" in module._modules
+    }
+
+
+def has_input_hook(model: Any) -> bool:
+    """Whether HF makes the embedding's output require a gradient; before transformers 5 some checkpointing does not."""
+    return any(vars(each).get(f"_require_grads_hook{s}") for each in model.modules() for s in ("", "s"))
+
+
 def read_recompute(model: Any) -> Recompute:
     """Which gradient checkpointing a live model is set to."""
+    wrapped = list_wrapped(model) if hasattr(model, "named_modules") else {}
+    if wrapped:
+        return "full-reentrant" if any(wrapped.values()) else "full"
     if not getattr(model, "is_gradient_checkpointing", False):
         return "none"
     for module in model.modules():

@@ -9,6 +9,7 @@ from flopcalc.base.errors import RecipeError, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.base.patterns import find_matches
+from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size, parse_size
 from flopcalc.base.vocabulary import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
@@ -71,13 +72,13 @@ class Recipe(Value):
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        check_word(self.recompute, RECOMPUTE, "recompute", RecipeError)
+        check_word(self.recompute, RECOMPUTE, spell("recompute"), RecipeError)
         put(self, "lora", _make_lora(self.lora))
         put(self, "train_only", _patterns(self.train_only, "train_only"))
         if self.lora is not None and self.train_only:
             raise RecipeError(
-                "train-only contradicts lora, which trains its adapters alone: name modules to train as well in "
-                "lora's save=, or freeze some adapters with freeze"
+                f"{spell('train_only')} contradicts {spell('lora')}, which trains its adapters alone: name modules to "
+                f"train as well in its save=, or freeze some adapters with {spell('freeze')}"
             )
         check_clipping(self.clipping, self.recompute)
         put(self, "freeze", _patterns(self.freeze, "freeze"))

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from flopcalc.base.errors import RecipeError, format_value
 from flopcalc.base.patterns import find_matches
+from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import GROUPS, Clipping, Group
-from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
+from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join, name_weight
 from flopcalc.core.recipe.recipe import REGEX, Adapter, Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Logits, Tokens
@@ -77,7 +78,7 @@ class Resolver:
         groups = {f"{stage.path}.weight": stage.group for stage in stages}
         for stage, op, path in _iterate_modules(stages):
             if op.tied:
-                own = _weight_name(op, path)
+                own = name_weight(op, path)
                 names = self._aliases.setdefault(op.tied, [(op.tied, groups.get(op.tied, stage.group))])
                 names.append((own, stage.group))
                 self._aliases[own] = names
@@ -104,7 +105,7 @@ class Resolver:
             return ALL_TRAIN
         if self.recipe.trained is not None:
             return self._resolve_live(op, path)
-        weight_name = _weight_name(op, path)
+        weight_name = name_weight(op, path)
         bias_name = f"{path}.{op.bias_name}"
         if self.recipe.lora is None:
             return State(self._trains(weight_name, group), self._trains(bias_name, group) if op.bias else False)
@@ -129,7 +130,7 @@ class Resolver:
         assert self.recipe.trained is not None
         trained = self.recipe.trained
         path = op.name_first(path)
-        weight_name = _weight_name(op, path)
+        weight_name = name_weight(op, path)
         names = [name for name, _ in self._aliases.get(weight_name, ())] or [weight_name]
         bias_name = f"{path}.{op.bias_name}"
         adapted = weight_name if op.targets else path
@@ -200,7 +201,7 @@ class Resolver:
         """An error for a pattern or target that matched nothing."""
         for what, patterns in (
             ("freeze", self._freeze),
-            ("train-only", self._only),
+            ("train_only", self._only),
             ("lora target", self._targets),
             ("lora save", self._save),
         ):
@@ -210,7 +211,7 @@ class Resolver:
                     shown = ", ".join(known[:24])
                     every = "; all-linear is every linear layer" if what == "lora target" else ""
                     raise RecipeError(
-                        f"{what} {format_value(pattern.text)} matches no module of this model; "
+                        f"{spell(what)} {format_value(pattern.text)} matches no module of this model; "
                         f"module names end in: {shown}{every}"
                     )
         if self._save:
@@ -354,7 +355,3 @@ def _name_targets(op: Weighted, path: str) -> list[str]:
     path = op.name_first(path)
     holder = path.rpartition(".")[0] if isinstance(op, Param) else path
     return [f"{holder}.{name}" for name in op.targets]
-
-
-def _weight_name(op: Weighted, path: str) -> str:
-    return path if isinstance(op, Param) else f"{path}.{op.param}"
