@@ -173,6 +173,9 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
         timeline=setup.get("timeline", False),
     )
     gpus, notes = setup.place.count, list(dict.fromkeys([*found.notes, *counted.notes]))
+    phase, optimizer = counted.estimate.terms[0].load.phase, setup.get("optimizer", "none")
+    if phase != "train" and optimizer != "none":
+        notes.append(f"phase {phase} has no optimizer's step, so {spell('optimizer', optimizer)} changes nothing")
     if gpus > 1:
         notes.append(
             f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: `flopcalc plan` adds it"

@@ -15,9 +15,10 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.hardware.devices import detect_device, find_detected, find_device
-from flopcalc.setup.setup import Setup, Work
+from flopcalc.setup.setup import ModelChoice, Setup
 
 if TYPE_CHECKING:
+    from flopcalc.core.estimate.objective import Objective
     from flopcalc.core.estimate.run import Run
     from flopcalc.core.estimate.traced import TracedEstimator, TracedModel
     from flopcalc.core.estimate.utilization import Utilization
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 # What a trace cannot answer; convention full is what it counts.
 _UNTRACED = (
     "attention_kernel", "spec", "image", "video", "video_grid", "max_pixels", "lengths", "decoder_seq", "audio",
-    "clipping", "weights", "kv_cache", "autocast", "head", "mtp", "routing",
+    "clipping", "weights", "kv_cache", "autocast", "head", "mtp", "routing", "objective",
 )  # fmt: skip
 
 
@@ -57,9 +58,9 @@ def count_setup(setup: Setup, convention: Convention | None = None, tracer: Trac
 def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> SetupEstimate:
     """The same of a model that is bound already; `notes` grow by what the workload assumes."""
     estimate, times = _count_micro_batch(setup, estimator, notes), 1
-    work, place = setup.work, setup.place
+    place = setup.place
     if setup.command != "plan":  # which decides them itself
-        times = _find_times(work, estimate, place.replicas)
+        times = _find_times(setup, estimate, place.replicas)
         if place.count > 1 and setup.command != "predict":
             notes.append(
                 f"{spell('batch')} is that of one "
@@ -126,7 +127,10 @@ def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
     """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
     for name in _UNTRACED:
         if name in setup.values:
-            raise WorkloadError(f"{spell('trace')} counts what HF's code executes: it takes no {spell(name)}")
+            raise WorkloadError(
+                f"{spell('trace')} counts what HF's code executes: it takes no {spell(name)}; "
+                "bind(module, example_batch) traces any module on tensors of your own"
+            )
     if setup.get("convention", "full") != "full":
         raise WorkloadError(f"{spell('trace')} counts what HF's code executes: it takes no {spell('convention')}")
     source = load_config(
@@ -147,7 +151,9 @@ def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
 
 
 def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> Estimate:
-    work = setup.work
+    work, objective = setup.work, setup.objective
+    if objective is not None:
+        return _count_objective(setup, objective, estimator, notes)
     if work.workload is not None:
         return estimator.estimate(work.workload)
     if work.real_batch is not None:
@@ -158,8 +164,33 @@ def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> 
     return estimate
 
 
-def _find_times(work: Work, estimate: Estimate, replicas: int) -> int:
+def _count_objective(setup: Setup, objective: Objective, estimator: Estimator, notes: list[str]) -> Estimate:
+    """One micro-batch with all passes of its objective."""
+    from flopcalc.core.estimate.objective import count_passes  # only where used
+
+    inputs = setup.work.inputs
+    if setup.work.workload is not None or setup.work.real_batch is not None:
+        raise WorkloadError(f"{spell('objective')} makes its passes from sizes: give them instead of a whole batch")
+    if inputs.phase != "train" or estimator.is_diffusion:
+        what = "diffusion models" if estimator.is_diffusion else f"phase {inputs.phase}"
+        raise WorkloadError(f"{spell('objective')} is about the training of language models, not {what}")
+    if objective.completion is not None and inputs.logits is None:
+        inputs = inputs.replace(logits=objective.completion)
+
+    def bind_frozen() -> Estimator:
+        model = setup.model
+        if objective.teacher is not None:
+            model = ModelChoice(objective.teacher, download=model.download)
+        return bind_setup(setup.replace(model=model, recipe={"lora": None}))
+
+    estimate, found = estimator.estimate_inputs(inputs)
+    notes += found
+    return count_passes(objective, estimator, estimate.terms[0].load, bind_frozen)
+
+
+def _find_times(setup: Setup, estimate: Estimate, replicas: int) -> int:
     """Micro-batches of a step on one replica, as they are given or as a global batch needs them."""
+    work = setup.work
     phase = estimate.terms[0].load.phase
     for name, value in (("grad_accum", work.grad_accum), ("global_batch", work.global_batch)):
         if value not in (None, 1) and phase != "train" and estimate.pipeline is None:
@@ -167,7 +198,8 @@ def _find_times(work: Work, estimate: Estimate, replicas: int) -> int:
     times = work.grad_accum or 1
     if work.global_batch is None:
         return times
-    rows = sum(load.rows * many for _, load, many in estimate.terms)
+    rows = sum(load.rows * many for _, load, many in estimate.trained.terms)
+    rows //= 2 if setup.objective is not None and setup.objective.is_paired else 1
     sequences = find_sequences(work.global_batch, estimate.tokens // rows)
     found, rest = divmod(sequences, rows * replicas)
     if rest or not found:

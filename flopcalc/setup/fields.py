@@ -8,7 +8,7 @@ made from the same rows. A new field is one row here, and the code that uses it.
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from flopcalc.base.spelling import KEYWORDS
 from flopcalc.base.vocabulary import (
@@ -29,17 +29,24 @@ from flopcalc.base.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from typing import Annotated
+    from typing import Annotated, TypedDict
 
+    from flopcalc.core.estimate.objective import Objective
     from flopcalc.core.recipe.recipe import Lora, Recipe
 else:
-    Lora = Recipe = Any  # only type checkers read them
+    Lora = Objective = Recipe = Any  # only type checkers read them
 
     class Annotated:
         """At run time a row is its Field: to make types of all rows takes longer than to read a spec."""
 
         def __class_getitem__(cls, row: tuple[Any, "Field"]) -> "Field":
             return row[1]
+
+    class TypedDict:
+        """Likewise: the real one checks every row."""
+
+        def __init_subclass__(cls, **_: object) -> None:
+            pass
 
 
 Command = Literal["estimate", "compare", "explain", "translate", "predict", "plan", "bind", "crosscheck", "serving"]
@@ -62,7 +69,7 @@ GROUPS: dict[Group, str] = {
 # How a value is read: see setup/values.py.
 Kind = Literal[
     "text", "path", "word", "flag", "size", "count", "sizes", "number", "share", "tokens", "peak", "grids", "images", "videos",
-    "seconds", "patterns", "lora", "mtp", "logits", "parts", "guidance", "global_batch", "degrees", "recomputes", "routing", "value",
+    "seconds", "patterns", "lora", "objective", "mtp", "logits", "parts", "guidance", "global_batch", "degrees", "recomputes", "routing", "value",
 ]  # fmt: skip
 
 
@@ -125,6 +132,9 @@ class SetupKeywords(TypedDict, total=False):
     sampling_steps: Annotated[Size, Field("Diffusion: number of denoising steps; implies phase sample.", "work", _COUNT, "size", "N")]
     guidance: Annotated[bool | str, Field("Diffusion: with guidance each step runs twice (default: as the pipeline does).", "work", _COUNT, "guidance", words=("on", "off"))]
     parts: Annotated[Texts, Field("Diffusion: count only these parts: denoiser, text, vae (default: all).", "work", _COUNT, "parts", "A,B,…")]
+    strength: Annotated[Number, Field("Diffusion from a given image: the share of the steps that runs (default: the pipeline's).", "work", _COUNT, "number", "0.6")]
+    images_per_prompt: Annotated[Size, Field("Diffusion: images or videos made of each prompt.", "work", _COUNT, "size", "N", default="1")]
+    references: Annotated[Size, Field("Diffusion: given images that the model reads as tokens (default: the pipeline's).", "work", _COUNT, "count", "N")]
     batch: Annotated[Mapping[str, Any], Field("A real batch: the keyword arguments of the model's forward.", "work", "EXTP", "value", in_doors=False)]
     # images and sound
     images: Annotated[Iterable[Any], Field("An image per sample: its size in pixels, or a file; repeatable.", "media", _PLAN + "K", "images", "WxH|FILE")]
@@ -142,10 +152,10 @@ class SetupKeywords(TypedDict, total=False):
     requests: Annotated[str | os.PathLike[str], Field("CSV file of requests: arrival_s,input,output.", "traffic", "S", "path", "FILE")]
     users: Annotated[Size, Field("Users who send a request, read the answer, think, and send the next, instead of a concurrency.", "traffic", "S", "size", "N")]
     think: Annotated[Number, Field("How long users think between requests, such as 20s.", "traffic", "S", "share", "TIME")]
-    ttft: Annotated[str, Field("Objective for the time to first token; gives goodput and the load at which it breaks.", "traffic", "S", metavar="2s[@p95]")]
-    itl: Annotated[str, Field("Objective for the time between tokens.", "traffic", "S", metavar="30ms[@p95]")]
+    ttft: Annotated[Number, Field("Objective for the time to first token; gives goodput and the load at which it breaks.", "traffic", "S", "share", "2s[@p95]")]
+    itl: Annotated[Number, Field("Objective for the time between tokens.", "traffic", "S", "share", "30ms[@p95]")]
     prefix_hit: Annotated[Number, Field("Tokens, or a share such as 60%, of each prompt that the cache holds.", "traffic", "S", "share", "N|SHARE")]
-    benchmark: Annotated[str, Field("inferencex: lengths from 80 to 100 %, ten requests a slot, all start at once (default: fixed lengths, steady state).", "traffic", "S", "word", words=("inferencex",))]
+    benchmark: Annotated[str, Field("How a load generator measures: ten requests a slot, all start at once; inferencex draws lengths from 80 to 100 %, aiperf keeps them (default: fixed lengths, steady state).", "traffic", "S", "word", words=("inferencex", "aiperf"))]
     # serving engine
     engine: Annotated[str, Field("Serving engine: vllm, sglang or trtllm, with its version if you know it.", "engine", "S", metavar="NAME[@VERSION]", default="vllm")]
     max_batched_tokens: Annotated[Size, Field("Most tokens of one step (default: the engine's).", "engine", "S", "size", "N")]
@@ -162,11 +172,12 @@ class SetupKeywords(TypedDict, total=False):
     gradient_checkpointing: Annotated[bool, Field("The same as recompute full.", "training", _ALL + "K", "flag")]
     clipping: Annotated[Clipping, Field("Per-sample clipping (DP-SGD) as in Opacus; counted under convention hardware.", "training", "ECXTB", "word", words=CLIPPING, default="none")]
     recipe: Annotated[Recipe | Mapping[str, Any], Field("freeze, train_only, lora, recompute and clipping as one value.", "training", "ECXTPLB", "value", in_doors=False)]
+    objective: Annotated[Objective | Mapping[str, Any] | str, Field("Count all passes of a step of DPO, GRPO, reward training or distillation; default: plain training.", "training", "E", "objective", "dpo|grpo,completion=N|reward|distill,teacher=MODEL")]
     # number formats
     compute: Annotated[str, Field("Number format of matrix products, such as bf16, fp16, tf32, fp32 or fp8.", "formats", _ALL, metavar="FORMAT")]
     dtype: Annotated[str, Field("The same as compute; a dtype in the config wins over the default, bf16.", "formats", _ALL, metavar="FORMAT")]
     weights: Annotated[str, Field("Number format of stored weights, such as bf16, fp8, int4-g128 or nf4-double.", "formats", _ALL + "S", metavar="FORMAT")]
-    kv_cache: Annotated[str, Field("Number format of cached keys and values, such as bf16 or fp8.", "formats", "ECXTPBS", metavar="FORMAT")]
+    kv_cache: Annotated[str, Field("Number format of cached keys and values, such as bf16 or fp8.", "formats", "ECPBS", metavar="FORMAT")]
     autocast: Annotated[bool | str, Field("Matrix products run under torch.autocast, in bf16.", "formats", _ALL, "flag")]
     # hardware
     device: Annotated[str | None, Field("GPU whose peaks and kernels are used; auto: the one in this machine.", "hardware", _ALL + "S", metavar="NAME")]

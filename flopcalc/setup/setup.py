@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError, format_nearest
 from flopcalc.base.frozen import Value, frozen
@@ -18,10 +18,14 @@ from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.setup.fields import FIELDS, Command, Field, Kind, find_option, list_fields
 from flopcalc.setup.values import read_value
 
+if TYPE_CHECKING:
+    from flopcalc.core.estimate.objective import Objective
+
 _RECIPE = ("freeze", "train_only", "lora", "recompute")
 _SIZES = (
     "batch", "seq", "text", "lengths", "decoder_seq", "image", "image_grid", "video", "video_grid", "audio", "clips",
-    "max_pixels", "phase", "context", "logits", "sampling_steps", "guidance", "parts",
+    "max_pixels", "phase", "context", "logits", "sampling_steps", "guidance", "parts", "strength",
+    "images_per_prompt", "references",
 )  # fmt: skip
 # What is printed with an estimate, and no part of it.
 BESIDE = ("step_time", "tokens_per_second", "tokens", "mfu")
@@ -98,6 +102,11 @@ class Setup(Value):
     notes: tuple[str, ...] = ()  # on what was written, and what launch files said
     launch: dict[str, Any] | None = None  # what launch files said, for JSON
 
+    @property
+    def objective(self) -> Objective | None:
+        found: Objective | None = self.values.get("objective")
+        return found
+
     def get(self, field: str, default: Any = None) -> Any:
         """The typed value of a field that was given."""
         return self.values.get(field, default)
@@ -110,7 +119,9 @@ def make_setup(
     fields = list_fields(command)
     for name in given:
         _check_taken(command, name, fields)
-    given = {name: value for name, value in given.items() if not _is_absent(value, fields[name].kind)}
+    given = {
+        name: given[name] for name, field in fields.items() if name in given and not _is_absent(given[name], field.kind)
+    }  # in the table's order, so that every door notes and refuses the same first
     notes, report = [], None
     if "launch" in given:
         from flopcalc.setup.launch import apply_launch  # only where used: other runs start without it
@@ -203,6 +214,9 @@ def _pick(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _make_model(command: Command, model: object, values: Mapping[str, Any]) -> ModelChoice:
+    objective = values.get("objective")
+    if objective is not None and objective.name == "reward":
+        values = {"head": "sequence:1", **values}
     mtp = None if command == "translate" else values.get("mtp")  # there the layers that a quoted number counts
     return ModelChoice(model, mtp=mtp, **_pick(values, ("model_type", "spec", "download", "head", "trace")))
 

@@ -12,12 +12,13 @@ from flopcalc.base.number_formats import parse_compute
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import (
     check_items,
-    check_positive,
-    check_size,
     parse_number,
     parse_size,
     parse_sizes,
     parse_tokens,
+    read_number,
+    read_size,
+    read_sizes,
 )
 from flopcalc.base.vocabulary import check_flag, check_word
 from flopcalc.core.estimate.inputs import read_images, read_videos
@@ -60,25 +61,10 @@ def _read_flag(name: str, field: Field, value: object) -> Any:  # noqa: ARG001
     return value if name == "autocast" and isinstance(value, str) else check_flag(value, spell(name))
 
 
-def _read_size(name: str, field: Field, value: Any, minimum: int = 1) -> int:
-    least = 0 if field.kind == "count" else minimum
-    return parse_size(value, name, least) if isinstance(value, str) else check_size(value, spell(name), least)
-
-
-def _read_sizes(name: str, field: Field, value: Any) -> tuple[int, ...]:  # noqa: ARG001
-    if isinstance(value, str):
-        return parse_sizes(value, name)
-    return tuple(check_size(each, spell(name)) for each in check_items(value, spell(name)))
-
-
-def _read_number(name: str, field: Field, value: Any) -> float:  # noqa: ARG001
-    return parse_number(value, name) if isinstance(value, str) else check_positive(value, spell(name))
-
-
-def _read_peak(name: str, field: Field, value: Any) -> Any:
+def _read_peak(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
     """'989T', or one per format: 'bf16=989T,fp8=1979T'."""
     if not isinstance(value, str) or "=" not in value:
-        return value if isinstance(value, Mapping) else _read_number(name, field, value)
+        return value if isinstance(value, Mapping) else read_number(value, name)
     found: dict[str, float] = {}
     for piece in value.split(","):
         word, equals, rate = piece.partition("=")
@@ -96,25 +82,17 @@ def _read_grids(name: str, field: Field, value: Any) -> tuple[Grid, ...]:  # noq
     return read_grids(value, spell(name))
 
 
-def _read_images(name: str, field: Field, value: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    return read_images(value, name)
-
-
-def _read_videos(name: str, field: Field, value: Any) -> tuple[str, ...]:  # noqa: ARG001
-    return read_videos(value, name)
-
-
-def _read_seconds(name: str, field: Field, value: Any) -> tuple[float, ...]:
+def _read_seconds(name: str, field: Field, value: Any) -> tuple[float, ...]:  # noqa: ARG001
     items = (value,) if isinstance(value, (str, int, float)) else check_items(value, spell(name))
-    return tuple(_read_number(name, field, each) for each in items)
+    return tuple(read_number(each, name) for each in items)
 
 
-def _read_mtp(name: str, field: Field, value: Any) -> int | bool:
+def _read_mtp(name: str, field: Field, value: Any) -> int | bool:  # noqa: ARG001
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value == "config":
         return True
-    return _read_size(name, field, value, 0)
+    return read_size(value, name, 0)
 
 
 def _read_logits(name: str, field: Field, value: Any) -> int | str:  # noqa: ARG001
@@ -123,29 +101,27 @@ def _read_logits(name: str, field: Field, value: Any) -> int | str:  # noqa: ARG
     return parse_size(value, f"{spell(name)} (all, last or a number)")
 
 
-def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple[int, str]:
+def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple[int, str]:  # noqa: ARG001
     """Sequences, "auto", or tokens as a number and the suffix that was written."""
-    if not isinstance(value, str):
-        return check_size(value, spell(name))
     if value == AUTO:
         return AUTO
-    tokens = re.fullmatch(_TOKENS, value)
+    tokens = re.fullmatch(_TOKENS, value) if isinstance(value, str) else None
     if tokens is not None:
         try:
             return parse_tokens(tokens[1]), tokens[1][-1:].lower()
         except WorkloadError as error:
             raise WorkloadError(f"{spell(name)}: {error}") from None
-    if value.isalpha():
+    if isinstance(value, str) and value.isalpha():
         raise WorkloadError(f"{spell(name)} is sequences, tokens as in '4M tokens', or auto, not {format_value(value)}")
-    return _read_size(name, field, value)
+    return read_size(value, name)
 
 
 def _read_degrees(name: str, field: Field, value: Any) -> tuple[int, ...]:  # noqa: ARG001
     least = 0 if name == "zero" else 1
     if isinstance(value, str):
-        return tuple(parse_size(piece.strip(), name, least) for piece in value.split(","))
+        value = [piece.strip() for piece in value.split(",")]
     items = (value,) if isinstance(value, (int, float)) else check_items(value, spell(name))
-    return tuple(check_size(each, spell(name), least) for each in items)
+    return tuple(read_size(each, name, least) for each in items)
 
 
 def _read_recomputes(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
@@ -155,12 +131,23 @@ def _read_recomputes(name: str, field: Field, value: Any) -> Any:  # noqa: ARG00
     return value
 
 
+def _read_objective(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
+    from flopcalc.core.estimate.objective import read_objective  # only where used
+
+    return read_objective(value)
+
+
 # Kinds that are not here are read by the code that uses them.
 _READERS: dict[str, Callable[[str, Field, Any], Any]] = {
-    "text": _read_text, "path": _read_path, "word": _read_word, "flag": _read_flag, "size": _read_size,
-    "count": _read_size, "sizes": _read_sizes, "number": _read_number,
+    "text": _read_text, "path": _read_path, "word": _read_word, "flag": _read_flag,
+    "size": lambda name, _field, value: read_size(value, name),
+    "count": lambda name, _field, value: read_size(value, name, 0),
+    "sizes": lambda name, _field, value: read_sizes(value, name),
+    "number": lambda name, _field, value: read_number(value, name),
     "tokens": lambda _name, _field, value: parse_tokens(value), "peak": _read_peak,
-    "grids": _read_grids, "images": _read_images, "videos": _read_videos, "seconds": _read_seconds,
+    "grids": _read_grids, "images": lambda name, _field, value: read_images(value, name),
+    "videos": lambda name, _field, value: read_videos(value, name), "seconds": _read_seconds,
     "mtp": _read_mtp, "logits": _read_logits, "global_batch": _read_global_batch, "degrees": _read_degrees,
-    "recomputes": _read_recomputes, "routing": lambda _name, _field, value: parse_routing(value),
+    "objective": _read_objective, "recomputes": _read_recomputes,
+    "routing": lambda _name, _field, value: parse_routing(value),
 }  # fmt: skip

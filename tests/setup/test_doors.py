@@ -312,6 +312,39 @@ def test_wrong_values(keywords: dict[str, Any], words: str) -> None:
     assert words in str(raised.value)
 
 
+def test_units_in_python() -> None:
+    """Texts with units are read in bound calls, workloads and shares as in estimate_flops."""
+    text, images = flopcalc.bind("gpt2"), flopcalc.bind("qwen2-vl-2b")
+    assert text(seq_len="1k", batch_size="2").total == text(2, 1024).total
+    assert text(lengths="512,1k").total == text(lengths=[512, 1024]).total
+    assert flopcalc.make_workload("2", "4k") == flopcalc.make_workload(2, 4096)
+    few = images(text="512", images="4096x3072", max_pixels="1M")
+    assert few.total == images(text=512, images=[(4096, 3072)], max_pixels=1_000_000).total
+    step = text(1, 64)
+    assert mfu(step, "500ms", peak="989T") == mfu(step, 0.5, peak=989e12)
+    assert (
+        hfu(step, tokens_per_second="12k", peak={"bf16": "989T"}).value
+        == hfu(step, tokens_per_second=12_000, peak=989e12).value
+    )
+    assert flopcalc.local_flops(step, tp="2") * 2 == step.total
+    assert from_keywords("serving", "gpt2", {"ttft": 0.5}).values == {"ttft": 0.5}
+
+
+def test_notes_come_in_one_order() -> None:
+    first = estimate_flops("gpt2", peak="989T", seq_len="1k")
+    assert first.notes == estimate_flops("gpt2", seq_len="1k", peak="989T").notes
+
+
+def test_the_page_reads_synonyms() -> None:
+    fields = {"seq": "1k", "gradient_checkpointing": True, "dtype": "fp16"}
+    assert read(ask_page("flops", "gpt2", fields)["estimate"])[0] == estimate_flops("gpt2", seq_len=1024).total
+    assert "needs files or code of a machine" in str(ask_page("flops", "gpt2", {"trace": True})["error"])
+    job = {"seq": "1k", "device": "h200", "gpus": "8", "tokens": "1B"}
+    for recompute in ({"recompute": "full"}, {"plan_recompute": "full"}, {"gradient_checkpointing": True}):
+        best = ask_page("plan", "gpt2", {**job, **recompute})["plan"]["best"]
+        assert {each["layout"]["recompute"] for each in best} == {"full"}
+
+
 def test_no_model() -> None:
     with pytest.raises(FlopcalcError, match="which model"):
         estimate_flops(seq_len=5)

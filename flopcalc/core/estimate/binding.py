@@ -56,7 +56,7 @@ def bind_config(
         added = read_spec(read_path(spec, "spec", SpecError))
         specs[added.name] = added
     source = load_config(
-        model if hasattr(model, "config") else strip(model),
+        model if hasattr(model, "config") else strip(model, is_whole=True),
         download=check_flag(download, "download"),
         model_type=model_type,
         own=specs,

@@ -156,6 +156,12 @@ class Estimate(Value):
     pipeline: Sampling | None = None  # of a diffusion pipeline
     gpus: int = 1  # that share the step
     replicas: int = 1  # micro-batches that run at once, on a GPU or a group of GPUs each
+    passes: Mapping[str, Estimate] = {}  # of a step that has others than its own: see objective.py; never changed
+
+    @property
+    def trained(self) -> Estimate:
+        """The pass that trains, of a step with others; else the whole."""
+        return self.passes.get("train", self)
 
     @property
     def forward(self) -> int:
@@ -187,8 +193,8 @@ class Estimate(Value):
 
     @property
     def tokens(self) -> int:
-        """Real tokens that the language model sees."""
-        return sum(estimator.count_tokens(load) * times for estimator, load, times in self.terms)
+        """Real tokens that the language model sees; of a step with several passes, those that it trains on."""
+        return sum(estimator.count_tokens(load) * times for estimator, load, times in self.trained.terms)
 
     @property
     def per_token(self) -> int:
@@ -218,7 +224,8 @@ class Estimate(Value):
             raise FlopcalcError(f"an estimate can be multiplied by a whole number of at least 1, not {times}")
         terms = tuple(term._replace(times=term.times * times) for term in self.terms)
         pipeline = self.pipeline.times(times) if self.pipeline else None
-        return Estimate(terms, self.flops * times, self._notes, pipeline, self.gpus, self.replicas)
+        passes = {name: each * times for name, each in self.passes.items()}
+        return Estimate(terms, self.flops * times, self._notes, pipeline, self.gpus, self.replicas, passes)
 
     __rmul__ = __mul__
 
@@ -239,7 +246,7 @@ class Estimate(Value):
     @property
     def global_batch(self) -> int:
         """Sequences (of a model without text, samples) of a step, on all GPUs."""
-        terms = self.terms[:1] if self.pipeline is not None else self.terms
+        terms = self.terms[:1] if self.pipeline is not None else self.trained.terms
         is_step = self.pipeline is None or self.pipeline.phase == "train"
         return sum(load.rows * (times if is_step else self.replicas) for _, load, times in terms)
 
@@ -248,7 +255,8 @@ class Estimate(Value):
         if all(each.identity.device == device.id or each.origin != "spec" for each, _, _ in self.terms):
             return self
         moved = sum(each.change(device=device).estimate(load) * times for each, load, times in self.terms) or self
-        return moved.replace(gpus=self.gpus, replicas=self.replicas)
+        passes = {name: each.move(device) for name, each in self.passes.items()}
+        return moved.replace(gpus=self.gpus, replicas=self.replicas, passes=passes)
 
     def total_under(self, convention: Convention) -> int:
         """The total FLOPs of the same work under another convention."""
@@ -287,6 +295,10 @@ class Estimate(Value):
         """Kind of operation (linear, conv, attend, …) -> forward, backward, recomputed, clipping FLOPs."""
         return self._sum_by(lambda op: op.kind)
 
+    def by_pass(self) -> dict[str, Flops]:
+        """Pass -> FLOPs: train, and what an objective adds (reference, rollout, score)."""
+        return {name: each.flops for name, each in (self.passes or {self.terms[0].load.phase: self}).items()}
+
     def by_dtype(self, convention: Convention | None = None) -> dict[str, Flops]:
         """Number format -> FLOPs of the products that are computed in it, most first; under the own convention."""
         counted_as = self.convention if convention is None else check_word(convention, CONVENTIONS, "convention")
@@ -298,9 +310,9 @@ class Estimate(Value):
 
     @property
     def weights(self) -> list[Weights]:
-        """Parameters and bytes of the model by the format that they are stored in; of all models, if several."""
+        """Parameters and bytes of the model by the format that they are stored in; of all that train, if several."""
         by_format: dict[str, Weights] = {}
-        for estimator in {each.identity: each for each, _, _ in self.terms}.values():
+        for estimator in {each.identity: each for each, _, _ in self.trained.terms}.values():
             for held in estimator.count_weights():
                 by_format[held.format] = by_format.get(held.format, Weights(held.format, 0, 0)).add(held)
         return sorted(by_format.values(), key=lambda held: -held.total_bytes)
@@ -361,15 +373,18 @@ class Estimate(Value):
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Parameters of the model; of all models, where estimates of several were added."""
-        counts = [each.parameters() for each in {each.identity: each for each, _, _ in self.terms}.values()]
+        """Parameters of the model that trains; of all models, where estimates of several were added."""
+        counts = [each.parameters() for each in {each.identity: each for each, _, _ in self.trained.terms}.values()]
         keys = [key for key in ("total", "active", "trainable") if all(key in each for each in counts)]
         return {key: sum(each[key] for each in counts) for key in keys}  # a trace does not know the active ones
 
     @property
     def notes(self) -> list[str]:
         notes = list(self._notes)
+        trained = {estimator.identity: load.phase for estimator, load, _ in self.trained.terms}
         for estimator, load, _ in self.terms:
+            if self.passes and load.phase != trained.get(estimator.identity, load.phase):
+                continue  # another pass of the model that trains
             notes += [note for note in estimator.notes(load) if note not in notes]
         return notes + self._describe_extras()
 
@@ -435,6 +450,7 @@ class Estimate(Value):
                 "clipping": self.clipping,
                 "total": self.total,
             },
+            **({"passes": {name: flops._asdict() for name, flops in self.by_pass().items()}} if self.passes else {}),
             "gpus": self.gpus,
             "global_batch": self.global_batch,
             "totals": self.totals,
@@ -488,12 +504,14 @@ class Estimate(Value):
         if by == "module":
             headers = ["path", "kind", "count", "forward", "backward", "recompute", "clipping", "parameters"]
             return Table(headers, self.by_module(depth))
-        sums = {"component": self.by_component, "kind": self.by_kind, "dtype": self.by_dtype}[by]()
+        sums = {
+            "component": self.by_component, "kind": self.by_kind, "dtype": self.by_dtype, "pass": self.by_pass,
+        }[by]()  # fmt: skip
         headers = [by, "forward", "backward", "recompute", "clipping"]
         return Table(headers, Rows(PartRow(name, *row) for name, row in sums.items() if any(row)))
 
     def to_pandas(self, by: By = "component", depth: int | None = None) -> Any:
-        """The exact rows of a breakdown (by component, module, kind or dtype) as a pandas DataFrame."""
+        """The exact rows of a breakdown (by component, module, kind, dtype or pass) as a pandas DataFrame."""
         return self.breakdown(by, depth).to_pandas()
 
     def table(self, by: By = "component", depth: int | None = None) -> Table:
@@ -556,11 +574,11 @@ class _ModuleSum:
 def _describe(estimate: Estimate) -> dict[str, Any]:
     """The workload in numbers: sizes of the first term, totals over all."""
     _, load, times = estimate.terms[0]
-    is_mixed = len({other.layout for _, other, _ in estimate.terms}) > 1
+    is_mixed = len({other.layout for _, other, _ in estimate.trained.terms}) > 1
     is_step = estimate.pipeline is None or estimate.pipeline.phase == "train"
     images = patches = visual = 0
     # Of a pipeline, the first part's: all of them work on the same images.
-    for estimator, other, copies in estimate.terms[:1] if estimate.pipeline is not None else estimate.terms:
+    for estimator, other, copies in estimate.terms[:1] if estimate.pipeline is not None else estimate.trained.terms:
         copies = 1 if estimate.pipeline is not None and estimate.pipeline.phase != "train" else copies
         images += len(other.all_grids) * copies
         patches += estimator.count_patches(other) * copies

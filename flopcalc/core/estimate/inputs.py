@@ -10,7 +10,7 @@ from typing import Any
 from flopcalc.base.errors import WorkloadError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_items, check_size, parse_sizes
+from flopcalc.base.units import check_items, parse_sizes, read_number, read_size, read_sizes
 from flopcalc.base.vocabulary import Phase, PipelinePhase
 from flopcalc.core.estimate.checks import ask_for_images
 from flopcalc.core.estimate.model_counts import ModelCounts, Picture
@@ -33,6 +33,9 @@ class CallMedia(Media, total=False):
     sampling_steps: int | None
     guidance: bool | str | None
     parts: Iterable[str] | str | None
+    strength: float | None
+    images_per_prompt: int | None
+    references: int | None
 
 
 PLAIN = frozenset(Media.__annotations__)  # what make_workload takes as it is
@@ -60,6 +63,9 @@ class Inputs(Value):
     sampling_steps: int | None = None  # these of diffusion models alone
     guidance: bool | str | None = None  # on or off
     parts: Iterable[str] | str | None = None
+    strength: float | None = None
+    images_per_prompt: int | None = None
+    references: int | None = None
     of_batch: bool = False  # images, videos and audio are those of the whole batch, not of each sample
 
 
@@ -82,8 +88,8 @@ def read_call(
                 "the call; what trains, formats and the device are given to bind()"
             )
 
-    def read_size(name: str, value: int | None) -> int | None:
-        return None if value is None else check_size(value, name)
+    def read_optional(field: str, value: object) -> int | None:
+        return None if value is None else read_size(value, field)
 
     def read_items(name: str) -> tuple[Any, ...]:
         value = media.get(name)
@@ -94,17 +100,17 @@ def read_call(
         return () if value is None else read_grids(value, name)
 
     return Inputs(
-        batch=check_size(batch_size, "batch_size"),
-        seq=read_size("seq_len", seq_len),
-        text=read_size("text", media.get("text")),
-        lengths=None if lengths is None else tuple(check_items(lengths, "lengths")),
-        decoder_seq=decoder_seq_len,
-        image=read_images(media.get("images") or (), "image"),
+        batch=read_size(batch_size, "batch"),
+        seq=read_optional("seq", seq_len),
+        text=read_optional("text", media.get("text")),
+        lengths=None if lengths is None else read_sizes(lengths, "lengths"),
+        decoder_seq=read_optional("decoder_seq", decoder_seq_len),
+        image=read_images(media.get("images"), "image"),
         image_grid=read_rows("image_grid_thw"),
-        video=read_videos(media.get("videos") or (), "video"),
+        video=read_videos(media.get("videos"), "video"),
         video_grid=read_rows("video_grid_thw"),
-        max_pixels=read_size("max_pixels", media.get("max_pixels")),
-        audio=read_items("audio"),
+        max_pixels=read_optional("max_pixels", media.get("max_pixels")),
+        audio=tuple(read_number(each, "audio") for each in read_items("audio")),
         clips=read_items("clips"),
         phase=phase,
         context=context,
@@ -112,13 +118,16 @@ def read_call(
         sampling_steps=media.get("sampling_steps"),
         guidance=media.get("guidance"),
         parts=media.get("parts"),
+        strength=media.get("strength"),
+        images_per_prompt=media.get("images_per_prompt"),
+        references=media.get("references"),
         of_batch=True,
     )
 
 
 def read_images(value: Any, field: str) -> tuple[Any, ...]:
     """'640x480' or (640, 480) is a size; any other text is the name of a file."""
-    items = (value,) if isinstance(value, str) else check_items(value, spell(field))
+    items = (value,) if isinstance(value, str) else check_items(() if value is None else value, spell(field))
     return tuple(_read_image(each, field) for each in items)
 
 
@@ -132,7 +141,7 @@ def _read_image(value: object, field: str) -> Any:
 
 def read_videos(value: Any, field: str) -> tuple[str, ...]:
     """Videos as parse_video reads them: texts, or (width, height, frames)."""
-    items = (value,) if isinstance(value, str) else check_items(value, spell(field))
+    items = (value,) if isinstance(value, str) else check_items(() if value is None else value, spell(field))
     return tuple(
         each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(field)))) for each in items
     )
@@ -157,6 +166,9 @@ def make_load(estimator: ModelCounts, inputs: Inputs) -> tuple[Workload, list[st
         sampling_steps=inputs.sampling_steps,
         guidance=inputs.guidance,
         parts=inputs.parts,
+        strength=inputs.strength,
+        images_per_prompt=inputs.images_per_prompt,
+        references=inputs.references,
     )
     images, videos, notes = _cut_images(estimator, inputs)
     is_text = estimator.vision is None or estimator.has_text_encoder or estimator.has_decoder

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from flopcalc.base.errors import format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import format_flops
 from flopcalc.base.vocabulary import Mask
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
@@ -23,6 +25,7 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     """Notes on the model, its inputs and its recipe."""
     spec, recipe = model.spec, estimator.recipe
     notes = [note for note in (model.source.note, spec.note) if note]
+    notes += _list_unread(model)
     named = "" if model.source.module is not None else find_architecture(model.source)
     if named and model.head.kind == "lm" and not is_same_class(named, spec.architecture):
         notes.append(f"the config names {format_value(named)[1:-1]}; counted as {spec.architecture}")
@@ -59,9 +62,72 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
         notes.append(f"logits asked for {side.logits} positions, a sequence has {side.seq}: all of them counted")
     if spec.reentrant and recipe.recompute == "full-reentrant" and load.phase == "train":
         notes.append(spec.reentrant)
+    if side.phase == "decode":
+        notes += _describe_absorbed(estimator, load)
     if recipe.recompute != "none" and load.phase != "train":
         notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
     return [*notes, model.head.note] if model.head.note else notes
+
+
+# Names that other code gives to sizes of a config.
+_OTHER_NAMES = {
+    "num_hidden_layers": ("n_layers", "n_layer", "num_layers"),
+    "num_attention_heads": ("n_heads", "n_head", "num_heads"),
+    "num_key_value_heads": ("n_kv_heads", "num_kv_heads", "n_head_kv"),
+    "hidden_size": ("d_model", "n_embd", "dim"),
+    "intermediate_size": ("d_ff", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "num_experts_per_tok": ("top_k", "moe_top_k", "num_experts_per_token"),
+}
+
+
+def _list_unread(model: BoundModel) -> list[str]:
+    """Keys that a config written by hand has under a name that its type does not read, and that say something else."""
+    config, spec = model.source.config, model.spec
+    names = {
+        *spec.required,
+        *spec.defaults,
+        *spec.renamed,
+        *(name for names in spec.renamed.values() for name in names),
+    }
+    dims = " ".join(str(each) for each in spec.dims.values())
+
+    def is_read(name: str) -> bool:
+        return name in names or re.search(rf"\b{name}\b", dims) is not None
+
+    return [
+        f"{spec.name} does not read {other} = {config[other]}: "
+        + (f"{name} = {config[name]} is counted" if name in config else f"did you mean {name}?")
+        for name, others in _OTHER_NAMES.items()
+        for other in others
+        if isinstance(config.get(other), int)
+        and config.get(name) != config[other]
+        and is_read(name)
+        and not is_read(other)
+    ]
+
+
+def _describe_absorbed(estimator: Estimator, load: Workload) -> list[str]:
+    """What serving engines execute of latent attention in decode, which no convention counts: docs/formulas.md."""
+    config = estimator.source.config
+    inner = config.get("text_config")
+    rope = {**config, **(inner if isinstance(inner, dict) else {})}.get("qk_rope_head_dim")
+    if estimator.origin != "spec" or not isinstance(rope, int):
+        return []
+    more = 0
+    for counted in estimator.rows(load, "model"):
+        op = counted.row.op
+        if isinstance(op, Attend) and op.latent:  # a pair costs latent + (latent - rope) in place of qk + v
+            own = counted.flops.forward * counted.block.copies
+            more += own * (2 * op.latent - rope - op.qk - op.v) // (op.qk + op.v)
+    if not more:
+        return []
+    model, full = (sum(estimator.count(load, convention)) for convention in ("model", "full"))
+    return [
+        f"latent attention (MLA) in decode: serving engines absorb its up-projections and execute "
+        f"{format_flops(model + more)} ({model + more:,}); model counts {format_flops(model)}, and full "
+        f"{format_flops(full)}, because HF's code expands every cached latent at each new token: so an HFU is many "
+        "times the MFU"
+    ]
 
 
 def _is_foreign(named: str, model: BoundModel) -> bool:
@@ -79,6 +145,11 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
     formats, recipe = estimator.formats, estimator.recipe
     quantization = formats.quantization
     notes: list[str] = []
+    stored = estimator.source.stored
+    if stored and quantization is None and formats.weights is None:
+        notes.append(
+            f"published weights are in {stored}, counted as {formats.model}: {spell('weights', stored)} counts them"
+        )
     if quantization is not None:
         has_experts = any(row.op.kind == "linear" and row.op.copies > 1 for _, row, _ in estimator.rows(load, "full"))
         notes += [note for note in quantization.notes if has_experts or "experts" not in note]

@@ -111,7 +111,7 @@ class TracedEstimator(Estimator):
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         if not check_load(load).seq:
-            raise WorkloadError("seq is missing: the length that the language model sees per sample")
+            raise WorkloadError(f"{spell('seq')} is missing: the length that the language model sees per sample")
         if load.decoder is not None or load.clips:
             raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
         self._check_grids(load)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, SpecError, format_value
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_size, format_difference, parse_number
+from flopcalc.base.units import check_positive, check_size, format_difference, parse_number
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.published_conventions import find_quoted, load_quoted
-from flopcalc.core.estimate.utilization import check_positive, find_peak
+from flopcalc.core.estimate.utilization import find_peak
 
 FIT = 0.005  # a convention explains a printed figure that it meets within half a per cent
 # Differences are ordered in steps of this: printed figures are rounded, and some conventions are equal for some models.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.base.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.base.number_formats import find_computed
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_positive as check_positive
-from flopcalc.base.units import check_size, format_bytes, format_rate, format_seconds
+from flopcalc.base.units import check_size, format_bytes, format_rate, format_seconds, read_number
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimate, check_estimate
 from flopcalc.hardware.devices import (
@@ -22,6 +21,8 @@ from flopcalc.hardware.devices import (
     parse_dtype,
     peak_flops_per_s,
 )
+
+Peak: TypeAlias = float | str | Mapping[str, float | str]  # of all formats, or of each
 
 
 class FormatPeak(NamedTuple):
@@ -86,12 +87,12 @@ class Utilization(NamedTuple):
 
 def mfu(
     estimate: Estimate,
-    step_time_s: float | None = None,
+    step_time_s: float | str | None = None,
     *,
-    tokens_per_second: float | None = None,
+    tokens_per_second: float | str | None = None,
     device: str | None = None,
     dtype: object = None,
-    peak: float | Mapping[str, float] | None = None,
+    peak: Peak | None = None,
     num_devices: int | None = None,
     gpus: int | None = None,
 ) -> Utilization:
@@ -119,12 +120,12 @@ def mfu(
 
 def hfu(
     estimate: Estimate,
-    step_time_s: float | None = None,
+    step_time_s: float | str | None = None,
     *,
-    tokens_per_second: float | None = None,
+    tokens_per_second: float | str | None = None,
     device: str | None = None,
     dtype: object = None,
-    peak: float | Mapping[str, float] | None = None,
+    peak: Peak | None = None,
     num_devices: int | None = None,
     gpus: int | None = None,
 ) -> Utilization:
@@ -155,7 +156,7 @@ def find_ideal_time(
     *,
     device: str | None,
     dtype: object = None,
-    peak: float | Mapping[str, float] | None = None,
+    peak: Peak | None = None,
 ) -> Ideal:
     """The least time of FLOPs by format on one device: the sum of each format's FLOPs ÷ its peak.
 
@@ -165,9 +166,9 @@ def find_ideal_time(
         flops = {parse_dtype(dtype): sum(flops.values())}
     name, known = _find_device(device, peak)
     if isinstance(peak, Mapping):
-        given: dict[str, float] = {parse_dtype(key): check_positive(peak[key], f"peak {key}") for key in peak}
+        given: dict[str, float] = {parse_dtype(key): read_number(peak[key], "peak") for key in peak}
     else:
-        given = {} if peak is None else dict.fromkeys(flops, check_positive(peak, "peak"))
+        given = {} if peak is None else dict.fromkeys(flops, read_number(peak, "peak"))
     if known is None and not given:
         if device == "auto":
             return Ideal(None, (), name, "+".join(flops), note=describe_auto(name))
@@ -199,7 +200,7 @@ def _find_rate(kind: str, given: Mapping[str, float], known: Device | None, *, i
     return (peak_flops_per_s(known.id, kind), kind) if is_explicit else find_format_peak(known.id, kind)
 
 
-def _find_device(device: str | None, peak: float | Mapping[str, float] | None) -> tuple[str | None, Device | None]:
+def _find_device(device: str | None, peak: Peak | None) -> tuple[str | None, Device | None]:
     """A device's name and what is known of it; one that is not in the table needs a peak."""
     if device is None:
         return None, None
@@ -241,7 +242,7 @@ def share_peak(ideal: Ideal, what: str, step_time_s: float, devices: int = 1) ->
     return Utilization(value, rate, ideal.device, ideal.dtype, note, ideal.peaks, plain)
 
 
-def find_step_time(estimate: Estimate, step_time_s: float | None, tokens_per_second: float | None) -> float:
+def find_step_time(estimate: Estimate, step_time_s: float | str | None, tokens_per_second: float | str | None) -> float:
     """Seconds of a step, as given or from the tokens that pass in a second."""
     if (step_time_s is None) == (tokens_per_second is None):
         problem = "are both given" if step_time_s is not None else "are both missing"
@@ -249,8 +250,8 @@ def find_step_time(estimate: Estimate, step_time_s: float | None, tokens_per_sec
     if tokens_per_second is not None and not estimate.tokens:
         raise FlopcalcError("tokens per second: this step has images alone; give its step time")
     if tokens_per_second is not None:
-        return estimate.tokens / check_positive(tokens_per_second, "tokens per second")
-    return check_positive(step_time_s, "step time")
+        return estimate.tokens / read_number(tokens_per_second, "tokens_per_second")
+    return read_number(step_time_s, "step_time")
 
 
 def _count_devices(estimate: Estimate, num_devices: int | None, gpus: int | None) -> int:
@@ -272,9 +273,7 @@ def _count_devices(estimate: Estimate, num_devices: int | None, gpus: int | None
     return given
 
 
-def describe_least_time(
-    estimate: Estimate, *, device: str | None, dtype: str | None, peak: float | Mapping[str, float] | None
-) -> list[str]:
+def describe_least_time(estimate: Estimate, *, device: str | None, dtype: str | None, peak: Peak | None) -> list[str]:
     """Without a measured time: the least that the peak allows, and what measured steps reached on the device."""
     try:
         ideal = find_ideal_time(
@@ -315,9 +314,7 @@ def _describe_weights(estimate: Estimate, device: Device, least_s: float) -> tup
     return reads, room
 
 
-def find_peak(
-    device: str | None, dtype: object, peak: float | Mapping[str, float] | None
-) -> tuple[str | None, float | None, str | None]:
+def find_peak(device: str | None, dtype: object, peak: Peak | None) -> tuple[str | None, float | None, str | None]:
     """Device name, its peak in FLOP/s for one format and a note where there is none: a given peak wins."""
     ideal = find_ideal_time({parse_dtype(dtype): 0}, device=device, dtype=dtype, peak=peak)
     return ideal.device, ideal.peaks[0].peak_flops_per_s if ideal.peaks else None, ideal.note

@@ -14,6 +14,7 @@ from flopcalc.base.files import read_path
 from flopcalc.base.units import check_items, parse_size
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.setup.fields import list_fields
+from flopcalc.setup.launch.script import read_script
 from flopcalc.setup.launch.settings import LaunchSettings, Taken
 
 # Asked in this order: the first whose keys are in the file reads it.
@@ -25,6 +26,8 @@ FRAMEWORKS = (
     "llamafactory",
     "torchtitan",
     "trl",
+    "verl",
+    "openrlhf",
     "accelerate",
     "training_arguments",
 )
@@ -55,16 +58,21 @@ def read_launch(launch: Any) -> Launch:
     settings = LaunchSettings()
     frameworks, unknown = [], []
     for path in names:
-        values = _flatten(read_table(path, "a launch file", "launch", ConfigError))
+        values = read_script(path) if path.endswith(".sh") else None
+        values = values or _flatten(read_table(path, "a launch file", "launch", ConfigError))
         table = _detect(values, path)
         settings.add_file(os.path.basename(path), table["name"])
         frameworks.append(str(table["name"]))
         keys: Mapping[str, str] = table["keys"]
+        for pattern, name in table.get("objectives", {}).items():
+            said = [key for key, value in values.items() if fnmatchcase(f"{key}={value}", pattern)]
+            if said:
+                settings.take("objective", name, said[0])
         for key, value in values.items():
             if key in keys:
                 if not settings.take(keys[key], value, key):
                     unknown.append(f"{key}: {format_value(value)}")
-            elif not _is_ignored(key, value, table["ignored"]["keys"]):
+            elif not _is_ignored(key, value, [*table["ignored"]["keys"], *table.get("objectives", {}), "command"]):
                 unknown.append(key)
         for key, value in table.get("defaults", {}).items():
             if not any(keys[key] == keys.get(other) for other in values):
@@ -118,7 +126,9 @@ def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: 
         unknown.append(f"{taken.pop('max_pixels').key}: no image or video was given")
     fields = list_fields(command)  # type: ignore[arg-type]  # a command's name
     for word in [word for word in taken if word != "model" and word not in fields]:
-        taken.pop(word)
+        dropped = taken.pop(word)
+        if word == "objective":
+            unknown.append(f"{dropped.key}: {command} takes plain training; estimate counts {dropped.value}")
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
         raise ConfigError(f"{', '.join(found.files)}: no known model in it; name the model yourself")
@@ -162,8 +172,8 @@ def _detect(values: Mapping[str, Any], path: str) -> dict[str, Any]:
         if any(all(key in values for key in words.split("&")) for words in table["detect"]):
             return table
     raise ConfigError(
-        f"{path}: not a launch file of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL, accelerate or HF's "
-        "TrainingArguments: none of their keys is in it"
+        f"{path}: not a launch file of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL, verl, OpenRLHF, accelerate "
+        "or HF's TrainingArguments: none of their keys is in it"
     )
 
 

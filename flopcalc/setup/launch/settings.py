@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_value
 from flopcalc.base.number_formats import parse_compute
 from flopcalc.base.units import check_size, is_digits
+from flopcalc.core.estimate.objective import KEYS as OBJECTIVE_KEYS
 from flopcalc.core.recipe.recipe import REGEX
 
-_SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "lora.r")
+_SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "lora.r", "nodes",
+          "objective.completion", "objective.prompt", "objective.group")  # fmt: skip
 _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16", "tf32", "fp8", "lora.all_linear",
-          "freeze.vision", "freeze.projector", "freeze.language")  # fmt: skip
+          "freeze.vision", "freeze.projector", "freeze.language", "objective.score",
+          "objective.precomputed")  # fmt: skip
 _ADAPTERS = {"lora": True, "qlora": True, "longlora": True, "full": False, "none": False, "": False}
 _CHECKPOINTING = {"none": False, "full": True, "unsloth": True, "offload": True, "offload_disk": True}
 _REGEX_SIGNS = "*^$(|\\["
@@ -50,6 +53,8 @@ class LaunchSettings:
             raise ConfigError(f"{self._file}: {error}") from None
         if read is not None:
             self._said.setdefault(word, Taken(read, key))
+            if word == "objective.kl" and read:  # any of several terms asks for a reference
+                self._said[word] = Taken(read, key)
         return read is not None
 
     def take_default(self, word: str, value: object) -> None:
@@ -76,6 +81,7 @@ class LaunchSettings:
         if "global_batch" in said:
             found.pop("grad_accum", None)  # which it decides
         found |= self._make_batch() | self._make_recompute() | self._make_lora() | self._make_formats()
+        found |= self._make_objective(found)
         frozen = [said[word] for word in said if word.startswith("freeze.") and said[word].value]
         names = [word.removeprefix("freeze.") for word in said if word.startswith("freeze.") and said[word].value]
         if frozen and "lora" not in found:  # LoRA freezes everything else anyway
@@ -87,6 +93,10 @@ class LaunchSettings:
         said, found = self._said, dict[str, Taken]()
         spread = math.prod(said[word].value for word in ("tp", "cp", "pp") if word in said)
         found |= {word: said[word] for word in ("batch", "gpus", "global_batch") if word in said}
+        for word, times in (("gpus", "nodes"), ("global_batch", "objective.group")):
+            if word in found and times in said:
+                pair = (said[word], said[times])
+                found[word] = Taken(pair[0].value * pair[1].value, " × ".join(each.key for each in pair))
         dp = [said[word] for word in ("dp", "dp_shard") if word in said]
         if "gpus" not in said and "dp_shard" in said and all(each.value > 0 for each in dp):
             gpus = math.prod([spread, *(each.value for each in dp)])
@@ -113,7 +123,9 @@ class LaunchSettings:
 
     def _make_lora(self) -> dict[str, Taken]:
         said = self._said
-        asked = said.get("adapter", said.get("use_peft"))
+        if "lora.rank" in said:  # 0: no LoRA
+            said.setdefault("lora.r", said["lora.rank"])
+        asked = said.get("adapter", said.get("use_peft", said.get("lora.rank")))
         if asked is None or not asked.value:
             return {}
         targets = said.get("lora.targets")
@@ -125,6 +137,33 @@ class LaunchSettings:
         lora = {"r": 8, "targets": targets.value, **{word: each.value for word, each in more.items()}}
         keys = [asked.key, targets.key, *(each.key for each in more.values())]
         return {"lora": Taken(lora, ", ".join(dict.fromkeys(keys)))}
+
+    def _make_objective(self, found: dict[str, Taken]) -> dict[str, Taken]:
+        """What the step trains for; grpo's sequence is its prompt and its completion."""
+        said = self._said
+        if "objective" not in said:
+            return {}
+        if said["objective"].value == "grpo" and "seq" in found and found["seq"].key.endswith("'s default"):
+            del found["seq"]  # the length of plain training
+        name = said["objective"]
+        own = {word: said[f"objective.{word}"] for word in OBJECTIVE_KEYS[name.value] if f"objective.{word}" in said}
+        if name.value != "grpo":
+            own.pop("completion", None)
+        elif "objective.kl" in said:
+            own["reference"] = said["objective.kl"]
+        if name.value == "dpo" and "objective.precomputed" in said:
+            off = said["objective.precomputed"]
+            own["reference"] = Taken(not off.value, off.key)
+        made: dict[str, Taken] = {}
+        if name.value == "grpo" and "objective.prompt" in said and "completion" in own:
+            pair = (said["objective.prompt"], own["completion"])
+            made["seq"] = Taken(sum(each.value for each in pair), " + ".join(each.key for each in pair))
+        keys = ", ".join(dict.fromkeys([name.key, *(each.key for each in own.values())]))
+        words = [
+            f"{word}={('no', 'yes')[each.value] if each.value in (0, 1) else each.value}" for word, each in own.items()
+        ]
+        made["objective"] = Taken(",".join([name.value, *words]), keys)
+        return made
 
     def _make_formats(self) -> dict[str, Taken]:
         """What products are computed in, and how weights are stored."""
@@ -152,9 +191,11 @@ def _read(word: str, value: object, key: str) -> Any:
         return value if isinstance(value, bool) else None
     if word == "bf16":
         return True if value == "auto" else value if isinstance(value, bool) else None
-    if word in ("dp", "dp_shard"):
+    if word in ("dp", "dp_shard", "lora.rank"):
         return check_size(value, key, -1)
-    if word in ("model", "titan.name", "titan.flavor"):
+    if word == "objective.kl":
+        return value != 0 if isinstance(value, (bool, int, float)) else None
+    if word in ("model", "titan.name", "titan.flavor", "objective", "objective.teacher"):
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{key} must be a name or path, not {format_value(value)}")
         return value

@@ -469,3 +469,33 @@ def test_reentrant_checkpointing_is_noted_where_hf_drops_gradients(name: str, is
 def test_a_batch_that_is_no_mapping(model: Any) -> None:
     with pytest.raises(WorkloadError, match="batch must be a mapping as given to the model"):
         estimate_flops(model, batch=[])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),  # heads, latent, rotary part, rest of a head, head of values, layers
+    [("deepseek-v3", (128, 512, 64, 128, 128, 61)), ("minicpm3-4b", (40, 256, 32, 64, 64, 62))],
+)
+def test_a_note_gives_what_engines_execute_of_latent_attention(name: str, sizes: tuple[int, ...]) -> None:
+    heads, latent, rope, rest, value, layers = sizes
+    found = estimate_flops(name, batch_size=3, seq_len=1, context=999, phase="decode")
+    more = 2 * heads * 3 * 1000 * layers * (2 * latent + rope - (rest + rope + value))
+    assert any(f"({found.total + more:,})" in note and "MLA" in note for note in found.notes)
+    assert not any("MLA" in note for note in estimate_flops(name, seq_len=8).notes)
+
+
+def test_published_weights_are_named() -> None:
+    assert any('weights="mxfp4" counts them' in note for note in estimate_flops("gpt-oss-20b", seq_len=8).notes)
+    assert not any("published" in note for note in estimate_flops("gpt-oss-20b", seq_len=8, weights="mxfp4").notes)
+
+
+def test_keys_that_are_not_read_are_named() -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 9}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    odd = {**config, "n_layers": 3, "num_kv_heads": 2, "n_heads": 4}
+    notes = estimate_flops(odd, seq_len=8).notes
+    assert [note for note in notes if "does not read" in note] == [
+        "llama does not read n_layers = 3: num_hidden_layers = 2 is counted",
+        "llama does not read num_kv_heads = 2: did you mean num_key_value_heads?",
+    ]
+    assert not any("does not read" in note for note in estimate_flops(config, seq_len=8).notes)
+    assert not any("does not read" in note for note in estimate_flops("gpt2", seq_len=8).notes)

@@ -41,12 +41,12 @@ def find_wrong(truth: Truth, half: int | None = None) -> list[str]:
 
 
 def check_preset(entry: Entry) -> Iterator[str]:
-    """A published size has the preset's dims; HF needs rotary sections beside them, which cost nothing."""
+    """A published size has the preset's dims; rotary sections and the dtype cost nothing."""
     inner = {key: value for key, value in entry.config.items() if isinstance(value, dict) and key != "rope_scaling"}
     published = load_config(entry.preset).config
     for ours, theirs in ((entry.config, published), *((value, published[key]) for key, value in inner.items())):
         for key in dict.fromkeys((*ours, *theirs)):
-            if key not in (*inner, "rope_scaling") and ours.get(key) != theirs.get(key):
+            if key not in (*inner, "rope_scaling", "dtype") and ours.get(key) != theirs.get(key):
                 yield f"{entry.preset}: {key} is {theirs.get(key)} in the preset, {ours.get(key)} in the record"
 
 

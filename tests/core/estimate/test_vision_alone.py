@@ -62,7 +62,7 @@ def test_text_of_two_towers_is_optional() -> None:
     [
         (VIT, {"seq_len": 8, "image_grid_thw": [[1, 3, 3]]}, "takes images alone: leave seq_len out"),
         (VIT, {"seq_len": 8}, 'takes images: give images=."WxH".'),
-        (VIT, {}, "seq is missing"),
+        (VIT, {}, "seq_len is missing"),
         (VIT, {"batch_size": 3, "image_grid_thw": [[1, 3, 3]]}, "3 samples need an image each: 1 given"),
         (VIT, {"image_grid_thw": [[1, 3, 3]], "phase": "prefill"}, "there is no phase prefill"),
         (CLIP, {"seq_len": 8, "phase": "decode"}, "there is no phase decode"),

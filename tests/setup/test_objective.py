@@ -1,0 +1,181 @@
+"""Objectives before a run: passes equal the steps of TRL's trainers, launch files say them, odd ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc import FlopcalcError, Workload, estimate_flops, mfu
+from flopcalc.setup.launch import read_launch
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101,
+}  # fmt: skip
+LORA = {"r": 4, "targets": ["q_proj", "v_proj", "up_proj"]}
+REFERENCE = "grpo,completion=6,reference=yes"
+# What the monitor counted in steps of TRL 1.16's trainers, whose executed FLOPs an operator counter confirmed
+# (benchmarks/trl_steps.py, with prompts of 5 tokens and answers of 6, and 7 logits with the end token).
+TRL = [
+    ("dpo,completion=7", {}, {"train": 4800768, "reference": 1600256}),
+    ("dpo,completion=7", {"lora": LORA}, {"train": 3453952, "reference": 1600256}),
+    ("dpo,completion=7,reference=no", {}, {"train": 4800768}),
+    ("reward", {}, {"train": 4258560}),
+    ("grpo,completion=6", {}, {"train": 2361600, "rollout": 720128}),
+    (REFERENCE, {}, {"train": 2361600, "rollout": 720128, "reference": 787200}),
+    (REFERENCE, {"lora": LORA}, {"train": 1701120, "rollout": 781568, "reference": 787200}),
+]
+
+
+@pytest.mark.parametrize(("objective", "more", "passes"), TRL)
+def test_passes_equal_those_of_trl(objective: str, more: dict[str, Any], passes: dict[str, int]) -> None:
+    found = estimate_flops(CONFIG, batch_size=2, seq_len=11, objective=objective, **more)
+    assert {name: flops.total for name, flops in found.by_pass().items()} == passes
+    assert found.total == sum(passes.values()) == sum(flops.total for flops in found.by_component().values())
+    assert sum(row.forward + row.backward for row in found.by_module()) == found.total
+    assert found.tokens == 11 * (4 if objective.startswith(("dpo", "reward")) else 2)
+
+
+def test_a_teacher_and_a_score_are_passes() -> None:
+    teacher = {**CONFIG, "num_hidden_layers": 5}
+    found = estimate_flops(CONFIG, seq_len=16, objective={"name": "distill", "teacher": teacher})
+    own = estimate_flops(CONFIG, seq_len=16)
+    assert found.by_pass()["reference"].total == estimate_flops(teacher, seq_len=16, phase="forward").total
+    assert found.by_pass()["train"].total == own.total
+    assert found.parameters == own.parameters
+    scored = estimate_flops(CONFIG, seq_len=16, objective="grpo,completion=1,score=yes", logits="all")
+    assert scored.by_pass()["score"].total == estimate_flops(CONFIG, seq_len=16, phase="forward").total
+    assert scored.by_pass()["rollout"].total == estimate_flops(CONFIG, seq_len=15, phase="prefill").total
+
+
+def test_a_job_multiplies_every_pass() -> None:
+    one = estimate_flops(CONFIG, seq_len=16, objective="dpo")
+    job = estimate_flops(CONFIG, seq_len=16, objective="dpo", gpus=4, global_batch=24, recompute="full")
+    assert job.passes["train"].total == 24 * one.passes["train"].total
+    assert job.total == 24 * one.total
+    assert job.to_dict()["passes"]["reference"]["forward"] == 24 * one.passes["reference"].total
+    assert job.global_batch == 48  # sequences; the batch is in pairs
+    assert job.to_dict()["workload"]["grad_accum"] == 6
+    assert not any("no backward pass" in note for note in job.notes)
+    assert mfu(job, 1.0, peak=1e12).value == pytest.approx(job.total / 4e12)
+    assert (2 * one).move(one.terms[0].estimator.device or _h200()).passes["train"].total == 2 * one.passes[
+        "train"
+    ].total
+    assert "passes train" in job.describe()
+
+
+def _h200() -> Any:
+    from flopcalc.hardware.devices import find_device
+
+    return find_device("h200")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"objective": "ppo"}, "'ppo' unknown"),
+        ({"objective": 3}, "a mapping, not 3"),
+        ({"objective": "dpo,reference"}, "no KEY=VALUE"),
+        ({"objective": "dpo,teacher=gpt2"}, "dpo has completion, reference, not 'teacher'"),
+        ({"objective": "reward,x=1"}, "reward has no settings"),
+        ({"objective": "dpo,reference=maybe"}, "reference must be True or False"),
+        ({"objective": "grpo"}, "say how many"),
+        ({"objective": "grpo,completion=16"}, "leave no prompt in 16"),
+        ({"objective": "grpo,completion=2", "seq_len": None, "lengths": [4, 5]}, "sequences of one length"),
+        ({"objective": "distill"}, "needs its teacher"),
+        ({"objective": "dpo", "phase": "forward"}, "not phase forward"),
+        ({"objective": "dpo", "trace": True}, "takes no objective"),
+    ],
+)
+def test_what_makes_no_step_is_refused(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlopcalcError, match=words):
+        estimate_flops(CONFIG, **{"seq_len": 16, **more})
+
+
+def test_a_whole_workload_is_refused() -> None:
+    with pytest.raises(FlopcalcError, match="from sizes"):
+        estimate_flops(CONFIG, Workload(1, 8), objective="dpo")
+
+
+VERL = """
+# verl: hydra overrides
+N=8
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
+    data.max_prompt_length=512 data.max_response_length=1024 data.train_batch_size=16 \\
+    actor_rollout_ref.model.path=Qwen/Qwen3-0.6B actor_rollout_ref.rollout.n=$N \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.use_kl_loss=True \\
+    algorithm.use_kl_in_reward=False trainer.logger='["console"]' trainer.n_gpus_per_node=4 $@
+"""
+OPENRLHF = """
+read -r -d '' training_commands <<EOF
+openrlhf.cli.train_dpo \\
+   --model.model_name_or_path Qwen/Qwen3-0.6B --data.max_len 2048 \\
+   --train.batch_size 64 --train.micro_batch_size 2 --ds.param_dtype bf16 --ds.lora.rank 8 \\
+   --model.gradient_checkpointing_enable
+EOF
+deepspeed --module $training_commands
+"""
+REINFORCE = """
+ROLLOUT_ARGS=(
+   --actor.model_name_or_path Qwen/Qwen3-0.6B
+   # --reward.model_name_or_path none
+   --data.max_len 4096
+   --rollout.max_new_tokens 1024
+   --train.batch_size 32
+   --train.micro_batch_size 1
+   --algo.kl.init_coef 0
+   --algo.advantage.estimator rloo
+)
+ray job submit -- python3 -m openrlhf.cli.train_ppo_ray ${ROLLOUT_ARGS[@]}
+"""
+TRL_GRPO = """
+model_name_or_path: Qwen/Qwen3-0.6B
+max_completion_length: 256
+beta: 0.04
+use_vllm: true
+num_generations: 8
+"""
+TRL_DPO = "trl dpo --model_name_or_path Qwen/Qwen3-0.6B --precompute_ref_log_probs --max_length 512\n"
+LLAMAFACTORY = "model_name_or_path: Qwen/Qwen3-0.6B\nstage: rm\nfinetuning_type: full\n"
+SWIFT = """
+model: Qwen/Qwen3-0.6B
+tuner_type: full
+rlhf_type: gkd
+teacher_model: Qwen/Qwen3-8B
+max_length: 512
+"""
+AXOLOTL = "base_model: Qwen/Qwen3-0.6B\nrl: grpo\ntrl: {max_completion_length: 64, beta: 0}\nsequence_len: 256\n"
+FILES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("verl.sh", VERL, "verl", {
+        "objective": "grpo,completion=1024,score=yes,reference=yes", "seq": 1536, "gpus": 4, "global_batch": 128,
+        "recompute": "full", "batch": 4,
+    }),
+    ("dpo.sh", OPENRLHF, "OpenRLHF", {
+        "objective": "dpo", "seq": 2048, "global_batch": 64, "batch": 2, "recompute": "full",
+        "lora": {"r": 8, "targets": ("all-linear",)},
+    }),
+    ("rl.sh", REINFORCE, "OpenRLHF", {
+        "objective": "grpo,completion=1024,score=yes,reference=no", "seq": 4096, "global_batch": 32, "batch": 1,
+    }),
+    ("trl.yaml", TRL_GRPO, "TRL", {"objective": "grpo,completion=256,score=yes,reference=yes", "batch": 8}),
+    ("trl.sh", TRL_DPO, "TRL", {"objective": "dpo,reference=no", "seq": 512, "batch": 8}),
+    ("lf.yaml", LLAMAFACTORY, "LLaMA-Factory", {"objective": "reward"}),
+    ("swift.yaml", SWIFT, "ms-swift", {"objective": "distill,teacher=Qwen/Qwen3-8B", "seq": 512}),
+    ("axolotl.yaml", AXOLOTL, "axolotl", {"objective": "grpo,completion=64,reference=no", "seq": 256}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "framework", "expected"), FILES)
+def test_launch_files_say_their_objective(
+    name: str, text: str, framework: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    found = read_launch(path)
+    assert found.frameworks == (framework,)
+    assert {key: found.taken[key].value for key in expected} == expected
+    assert not found.not_understood
+    length = {} if "seq" in found.taken else {"seq_len": 1024}
+    assert estimate_flops(launch=path, **length).passes
