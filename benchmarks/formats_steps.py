@@ -192,20 +192,15 @@ def read(path: Path) -> Json:
     return found
 
 
-def fit(measured: Json) -> dict[str, list[float]]:
-    """Seconds of a call and of a byte: narrow products in float32, and weights of four bits made whole."""
-    narrow: list[tuple[float, float]] = []
+def fit_dequantize(measured: Json) -> list[float]:
+    """Seconds of a call and of a byte: weights of four bits made whole."""
     whole: list[tuple[float, float]] = []
     for case in measured["cases"]:
-        for name, _, shapes, dtypes, calls, launches, us, kernel in case.get("operators", ()):
-            sizes = json.loads(shapes) if shapes else []
-            if name == "aten::mm" and dtypes.startswith("float") and us:
-                (m, k), (_, n) = sizes
-                each = 2 if "Memset" in kernel or launches > calls else 1  # kernels of one call
-                narrow.append((4.0 * (m * k + k * n + m * n), us * 1e-6 * each / launches))
+        for name, _, shapes, _, calls, launches, us, _ in case.get("operators", ()):
             if name == "bitsandbytes::gemm_4bit" and launches % calls == 0:
+                sizes = json.loads(shapes) if shapes else []
                 whole.append((2.5 * 2 * sizes[1][0], us * 1e-6 / calls))  # two weights a byte
-    return {"narrow": _draw_line(narrow), "dequantize": _draw_line(whole)}
+    return _draw_line(whole)
 
 
 def _draw_line(points: list[tuple[float, float]]) -> list[float]:

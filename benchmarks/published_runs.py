@@ -5,7 +5,7 @@ model_specs/predictors/defaults.json (planning: overhead, contention, widths of 
 predicted. The split is by source and not by run, since the runs of one source share a framework and a machine. Devices
 that only these runs have are in benchmarks/data/machines.
 
-    python benchmarks/published_runs.py --out benchmarks/results/published_runs.json --page docs/planning.md
+    python benchmarks/published_runs.py --out benchmarks/results/published_runs.json --page docs/plan-accuracy.md
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plans the layouts of published training runs and compares step times and memory with what was printed.
 
-    python benchmarks/published_training.py            writes docs/planning.md's table and the coverage that plan prints
+    python benchmarks/published_training.py            writes docs/plan-accuracy.md and the coverage that plan prints
     python benchmarks/published_training.py --all      prints every row
 
 Protocol. Printed degrees, micro-batch, virtual stages and ZeRO are fixed, recomputation and what is not printed is
@@ -28,7 +28,7 @@ from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.model.config import load_config
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "planning.md"
+PAGE = HERE.parent / "docs" / "plan-accuracy.md"
 BEGIN, END = "<!-- table of published_training.py -->", "<!-- end of its table -->"
 DEVICES = {
     "DGX-GB300": "gb300", "DGX-GB200": "gb200", "DGX-B200": "b200-sxm", "DGX-B300": "b300-sxm",

@@ -9,20 +9,18 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
-from flopcalc.hardware.attention_shape import BLOCK, KernelShape
+from flopcalc.hardware.attention_blocks import BLOCK, NEAR_DIM, UNMEASURED_DIMS, KernelShape, find_blocks, pad_head
 from flopcalc.hardware.routing import EVEN, Routing
 from flopcalc.hardware.tables import MeasuredTable, find_table, load_table
 from flopcalc.hardware.tiles import (
     MODELLED,
-    NEAR_DIM,
-    UNMEASURED_DIMS,
-    count_attention_pairs,
     count_experts_excess,
     count_product_excess,
-    pad_head,
 )
 
 _ATTENTION_SHAPE = re.compile(r"(causal|full) b(\d+) h(\d+) s(\d+) d(\d+)/(\d+)")
+
+_RULED: tuple[FusedKernel, ...] = ("cudnn", "flash")  # kernels whose blocks the GPU's counter confirmed
 
 
 class KernelTable(NamedTuple):
@@ -40,7 +38,7 @@ class KernelTable(NamedTuple):
         """FLOPs of one head of one sequence whose length fills no whole block: as measured, or by the rule."""
         if found := self.calls.get((qk, v, mask, length)):
             return found
-        if not self.modelled or not length % BLOCK:
+        if self.modelled not in _RULED or mask == "window" or not length % BLOCK:
             return None
         shape = dict(self.shapes).get((qk, v), KernelShape())
         found = dict[PassDirection, int]()
@@ -49,9 +47,8 @@ class KernelTable(NamedTuple):
             ("backward", 2 * (3 * qk + 2 * v), shape.pad_backward),
         )
         for direction, need, (top, bottom) in passes:
-            pairs = count_attention_pairs(self.modelled, direction, mask, length, (qk + v) // 2)
-            if pairs is None:
-                return None
+            blocks = find_blocks(self.modelled, direction, (qk + v) // 2)
+            pairs = blocks.count_pairs(length, length, is_causal=mask == "causal")
             found[direction] = pairs * need * top // bottom
         return found
 
@@ -99,7 +96,7 @@ def _add_dims(table: KernelTable) -> KernelTable:
     """With the head dims that no table has, padded by the rule that those measured follow."""
     near = (NEAR_DIM, NEAR_DIM)
     shapes, ranges = dict(table.shapes), dict(table.ranges)
-    if near not in shapes or table.modelled not in ("cudnn", "flash"):
+    if near not in shapes or table.modelled not in _RULED:
         return table
     for dim in UNMEASURED_DIMS:
         if (dim, dim) not in shapes:

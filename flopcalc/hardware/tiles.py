@@ -1,4 +1,4 @@
-"""What Hopper's kernels execute where sizes fill no tiles: a model for products, experts and attention.
+"""What Hopper's kernels execute where sizes fill no tiles: a model for products and experts.
 
 Products: a kernel computes whole clusters of tiles, and depth in steps of 64; that is exact (125 products counted by
 the GPU, benchmarks/results/tile_choices.json.gz). Which tile and which cluster cuBLAS takes, and whether it splits the
@@ -7,7 +7,6 @@ benchmarks/tile_choices.py). Batches of a multiple of 32, 64 or 128 rows get oth
 own. What a weight's gradient pads depends on its widths and little on the rows: GRADIENTS has those that were measured.
 
 Experts: a grouped product has two kinds of tiles, by the rows that an expert has on average; exact for 150 products.
-Attention: blocks of 128 and steps of 64; exact for 51 of 52 calls.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromZero, Keys, Positive, Rule, find_fault
-from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
+from flopcalc.base.vocabulary import ProductDirection
 from flopcalc.hardware.routing import EVEN, Routing
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
@@ -46,9 +45,6 @@ GRADIENTS: dict[tuple[int, int], int] = {
 }  # fmt: skip
 GROUP_SIDE = 256  # rows and columns of the grouped product's tiles
 _FEW, _FEW_TILE = 128, 128  # up to so many rows an expert, the tiles are smaller
-_BLOCK = 128  # of attention, in both sides
-UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as the measured one between 64 and 128 is
-_STEP = 64  # what queries come in on the way back
 _Size = Annotated[int, Rule(lambda size: size >= 1, "is no size")]
 _TileRow = tuple[_Size, _Size, _Size, _Size, Positive, Positive, float, FromZero, FromZero]
 
@@ -237,28 +233,3 @@ def count_experts_excess(copies: int, m: int, n: int, k: int, routing: Routing) 
     side = find_group_side(m // copies)
     filled, deep = (routing.count_steps(copies, m, step) * step for step in (side, _DEPTH))
     return {name: max(0, flops - need) for name, flops in _count_experts(side, filled, deep, n, k).items()}
-
-
-def pad_head(kernel: FusedKernel, dim: int) -> int:
-    """The head dim that a kernel computes with, between 64 and 128."""
-    return _BLOCK if kernel == "cudnn" else pad(dim, 32)
-
-
-def count_attention_pairs(
-    kernel: FusedKernel, direction: PassDirection, mask: Mask, length: int, dim: int
-) -> int | None:
-    """Pairs that a fused kernel executes for one head of one sequence; None where no rule is known.
-
-    Forward a processor holds 128 queries and goes over keys; on the way back it holds 128 keys and goes over queries,
-    in steps of 64. Exact for every counted call of the tables attention and padding of cuDNN and flash.
-    """
-    if kernel not in ("cudnn", "flash") or mask not in ("causal", "full"):
-        return None
-    held, blocks = pad(length, _BLOCK), -(-length // _BLOCK)
-    is_wide = kernel == "flash" and dim <= _STEP  # flash's blocks are square at head dim 64
-    step = _STEP if not is_wide and (direction == "backward" or kernel == "flash") else _BLOCK
-    passed = pad(length, step)
-    if mask == "full":
-        return held * passed
-    triangle = _BLOCK * blocks * (blocks - 1) // 2
-    return _BLOCK * (triangle + passed if direction == "forward" else passed * blocks - triangle)

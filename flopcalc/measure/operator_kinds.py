@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "split_with_sizes_copy replication_pad3d replication_pad3d_backward",
         "cat": "cat stack",
         "reduce": "mean sum any all amax amin max min var std prod norm linalg_vector_norm logsumexp argmax argmin "
-        "var_mean _is_all_true _is_any_true count_nonzero",
+        "var_mean _is_all_true _is_any_true count_nonzero aminmax nansum std_mean",
         "norm": "native_layer_norm _fused_rms_norm native_group_norm native_batch_norm _native_batch_norm_legit "
         "_weight_norm_interface",
         "norm_backward": "native_layer_norm_backward _fused_rms_norm_backward native_group_norm_backward "

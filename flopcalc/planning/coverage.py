@@ -12,6 +12,7 @@ from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.units import format_seconds
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.step import LayoutTimer
+from flopcalc.prediction.clock import CHECKED
 
 
 def describe_coverage(runner: LayoutTimer, layout: Layout, others: Sequence[tuple[Layout, float]] = ()) -> list[str]:
@@ -32,6 +33,11 @@ def describe_coverage(runner: LayoutTimer, layout: Layout, others: Sequence[tupl
         f"{found['inside']} of {found['runs']} published runs of this kind ({name}) lie inside the interval, and the "
         f"median one took {word} predicted (benchmarks/published_training.py)"
     ]
+    device = runner.machine.device
+    if device.id not in CHECKED:
+        notes.append(
+            f"none of these runs is on {device.name}: they are on {', '.join(CHECKED)}; the interval is wider for it"
+        )
     own = next((seconds for each, seconds in others if each == layout), None)
     rival = next(((each, at) for each, at in others if name_kind(runner, each) != name), None)
     if layout.zero == 3 and own is not None and rival is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.base.units import check_size
+from flopcalc.base.units import check_size, read_size
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Term, check_estimate
 
@@ -21,7 +21,7 @@ def local_flops(
     """
     check_estimate(estimate)
     degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
-    tp, cp, pp, dp = (check_size(value, name) for name, value in degrees.items())
+    tp, cp, pp, dp = (read_size(value, name) for name, value in degrees.items())
     if stage is None:
         return Fraction(estimate.total, tp * cp * pp * dp)
     if check_size(stage, "stage", 0) >= pp:

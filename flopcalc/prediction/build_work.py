@@ -8,11 +8,11 @@ from flopcalc.base.vocabulary import CallKernel, CallMask, Execution, Mask, Opti
 from flopcalc.core.count.products import Block, CountedRow, Product, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, Op, iterate
-from flopcalc.core.workload.pairs import block_pairs
 from flopcalc.core.workload.sums import Either, Expression, Frames, InDecoder, Minus, Pairs, Sum, Windows
 from flopcalc.core.workload.workload import Workload
+from flopcalc.hardware.attention_blocks import block_pairs, pad_head
 from flopcalc.hardware.routing import EVEN
-from flopcalc.hardware.tiles import ProductSize, pad
+from flopcalc.hardware.tiles import ProductSize
 from flopcalc.prediction.fused_kernels import list_fused
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.moe_versions import USUAL
@@ -43,7 +43,7 @@ _MASTER_READS, _MASTER_WRITES = 16, 14
 _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
-_ALIGNED, _FLASH_DIMS = 8, 32  # head dims that SDPA's fused kernels take, and that flash computes with, are multiples
+_ALIGNED = 8  # head dims that SDPA's fused kernels take are multiples
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
 
 
@@ -153,7 +153,7 @@ def _add_dequantized(
     for product in products:
         row = stored.get(product.module)
         direction, _, n, k, copies, _ = product.size
-        if row is None or direction == "wgrad" or (n, k) != (row.op.n_out, row.op.n_in):
+        if row is None or direction == "wgrad" or product.weight_bytes or (n, k) != (row.op.n_out, row.op.n_in):
             continue
         size = n * k * copies
         way: PassDirection = "forward" if direction == "forward" else "backward"
@@ -244,7 +244,9 @@ class _Maker:
                 continue
             if product.role == "base":
                 folded: tuple[ProductDirection, ...] = ("wgrad",) if row.find("folded_weight") is not None else ()
-                made = self._add(block, op, m, op.n_out, op.n_in, op.copies, product, sided, folded)
+                made = self._add(
+                    block, op, m, op.n_out, op.n_in, op.copies, product, sided, folded, self._find_bytes(row, m)
+                )
                 if self.is_fused:
                     self._join(block, op, made)
             elif product.role == "fold":
@@ -254,7 +256,7 @@ class _Maker:
 
     def _add(
         self, block: Block, op: Linear, m: int, n: int, k: int, copies: int, product: Product,
-        split: TensorSplit, more: tuple[ProductDirection, ...] = (),
+        split: TensorSplit, more: tuple[ProductDirection, ...] = (), weight_bytes: float = 0.0,
     ) -> tuple[ProductCall, ...]:  # fmt: skip
         routing = self.find_routing(block) if op.active < copies else EVEN
         calls = block.copies * self.steps
@@ -265,12 +267,18 @@ class _Maker:
         made = tuple(
             ProductCall(
                 module, block.group, op, ProductSize(direction, m, n, k, copies, routing), calls, is_again, split,
-                self._find_format(product, direction, op.part),
+                self._find_format(product, direction, op.part), weight_bytes,
             )
             for direction, is_again in ways
         )  # fmt: skip
         self.products += made
         return made
+
+    def _find_bytes(self, row: Row, m: int) -> float:
+        """Bytes that a product reads of each number of a quantized weight; 0 of a plain one, or of one made whole."""
+        held = row.list_weights(has_adapters=False)[:1] if row.numbers.weight.is_quantized else []
+        is_whole = row.numbers.weight.name in FOUR_BITS and (m > 1 or self.is_train)
+        return 0.0 if is_whole or not held else held[0].total_bytes / held[0].parameters
 
     def _find_format(self, product: Product, direction: ProductDirection, part: str) -> str:
         # Training frameworks multiply a router's 16-bit numbers on tensor cores, into float32 (Megatron-Core's
@@ -357,12 +365,14 @@ class _Maker:
         is_padded = not self.is_fused and self.kernel in ("", "cudnn", "flash") and op.qk % _ALIGNED > 0
         kernel, qk, v = self.kernel, op.qk, op.v
         if is_padded:
-            kernel, qk, v = "flash", pad(qk, _FLASH_DIMS), pad(v, _FLASH_DIMS)
+            kernel, qk, v = "flash", pad_head("flash", qk), pad_head("flash", v)
+        drops = self.has_dropout and block.group == "language"
         for mask, batch, length, known, calls in shapes:
+            mask = "dropout" if drops and mask == "causal" else mask
             for direction, is_again in ways:
                 call = Attention(
                     module, block.group, direction, mask, batch, op.heads, op.kv_heads, qk, v, length, known, window,
-                    calls * block.copies, is_again, kernel, self.has_dropout and block.group == "language",
+                    calls * block.copies, is_again, kernel,
                 )  # fmt: skip
                 self.attention.append(call)
                 if is_padded:

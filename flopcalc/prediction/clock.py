@@ -24,12 +24,12 @@ from flopcalc.prediction.work import Attention, MemoryCall, ProductCall, Work
 _SLOWER = 0.2  # a choice: how much longer another host takes by which a step's share of its host is found
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
 # Mask -> most keys that were timed.
-LONGEST = {"causal": 8192, "window": 8192, "apart": 8208, "full": 4096, "decode": 4000}
+LONGEST = {"causal": 8192, "dropout": 2048, "window": 8192, "apart": 8208, "full": 4096, "decode": 4000}
 _BEYOND = 2  # times the longest that was measured: a note says so
 _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
 _HALF = 0.5  # of what a host's gain in time gains a step: beyond it, the host bounds the step
 _NEAR = 0.8  # a choice: a host that takes this much of the device's time may hold it up
-# Devices whose published training runs plan was held against (docs/planning.md).
+# Devices whose published training runs plan was held against (docs/plan-accuracy.md).
 CHECKED = (
     "a100-sxm-40gb",
     "a100-sxm-80gb",
@@ -49,7 +49,7 @@ _RESTS = {
     "graphs": "graphs is based on decoding with two measured models: compiled kernels without per-operator host time; "
     "no training step was measured this way",
     "fused": "fused was not measured on one GPU: products and attention use measured times, other fused kernels a "
-    "formula for their bytes; docs/planning.md compares it with published runs",
+    "formula for their bytes; docs/plan-accuracy.md compares it with published runs",
 }
 
 
@@ -169,6 +169,7 @@ class Clock:
         self.phase: Phase = "train"
         self.is_recorded = True
         self.has_experts = False
+        self.has_quantized = False  # products that read a quantized weight
         self.waiting: Waiting | None = None  # at products of experts, because of the host
         self.is_typed = True  # what the family's code costs the host was measured
         self.long_keys = (0, 0)  # of attention far longer than any measured; the longest that was
@@ -207,6 +208,7 @@ class Clock:
                 flops = self.fitted.adapter_power * self.machine.peak * timed.seconds * product.calls * times
             self._put(product, "products", timed, product.calls * times, is_again=product.is_again, flops=flops)
             self.has_experts = self.has_experts or product.size.copies > 1
+            self.has_quantized = self.has_quantized or product.weight_bytes > 0
             if self.machine.is_cast(product) and not joined.makes(product):
                 cast = self.machine.time_cast(product)
                 self._put(product, "memory", cast, product.calls * times, is_again=product.is_again, is_streamed=True)
@@ -261,7 +263,7 @@ class Clock:
         is_again: bool = False, is_joined: bool = False, is_streamed: bool = False, flops: float = 0.0,
     ) -> None:  # fmt: skip
         if calls:
-            moved = each.reads + each.writes if isinstance(each, MemoryCall) else each.moved * self.machine.width
+            moved = each.reads + each.writes if isinstance(each, MemoryCall) else each.count_bytes(self.machine.width)
             if kind == "memory" and isinstance(each, ProductCall):  # a cast: memory bounds it
                 moved = timed.seconds * self.machine.bandwidth
             place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
@@ -469,6 +471,7 @@ class Clock:
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
             wide += widths["experts"] if self.has_experts else 0.0
             wide += floor["compiled"] if self.execution != "eager" else 0.0
+            wide = max(wide, widths["scaled"]) if self.has_quantized else wide
         elif not self.is_typed and self.execution == "eager":
             times = max(times, widths["untyped"])
         return min(wide * times, most)
@@ -513,6 +516,7 @@ class Clock:
             },
             "host_factor": machine.constants.get("own_host"),
             "operators_recorded": self.is_recorded,
+            "quantized_products": "data sheet" if self.has_quantized else None,
             "host_measured": machine.is_measured and self.is_typed,
             "far_share": self.far_share(),
         }
@@ -527,8 +531,6 @@ class Clock:
 
     def notes(self, bound: str) -> list[str]:
         notes = list(self.found_notes)
-        if self.has_experts:
-            notes.append("experts are assumed to be evenly loaded")
         if not self.machine.is_measured:
             notes.insert(0, _tell_unmeasured(self.machine))
         elif self.machine.dtype != "bf16":

@@ -18,11 +18,12 @@ from flopcalc.base.vocabulary import (
 )
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.formats.formats import Formats
-from flopcalc.core.model.ops import Attend, iterate
+from flopcalc.core.model.ops import Attend, Op, iterate
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.build_work import FOUR_BITS
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
+_NAMED = 4  # ops that a note names
 
 
 def check_timed(estimator: Estimator) -> None:
@@ -49,7 +50,10 @@ def describe_formats(formats: Formats, optimizer: Optimizer) -> list[str]:
     if formats.weights is not None and formats.weights.name in FOUR_BITS and formats.quantization is None:
         notes.append("quantized weights: the time to dequantize them was measured on one model, with bitsandbytes' nf4")
     elif formats.quantization is not None or formats.weights is not None:
-        notes.append("quantized weights: the time to dequantize them, and of kernels for them, was not measured")
+        notes.append(
+            "quantized weights: products read the bytes that the weights take, at the data sheet's bandwidth; no "
+            "kernel for them was measured, and dequantizing is left out"
+        )
     if formats.autocast and formats.model == "fp32":
         notes.append(
             "autocast over float32 weights: bf16 copies of weights, and float32 activations between products, are "
@@ -68,23 +72,36 @@ def describe_formats(formats: Formats, optimizer: Optimizer) -> list[str]:
 
 
 def describe_inferred(estimator: Estimator) -> list[str]:
-    """That a user's spec names no key heads or no width, and what was inferred in their place."""
-    chains = (chain for stage in estimator.stages for chain in stage.kinds)
-    attends = (op for chain in chains for op in iterate(chain) if isinstance(op, Attend))
-    op = next((op for op in attends if op.kv_heads_inferred), None)
-    stage = next((stage for stage in estimator.stages if stage.is_width_inferred), None)
-    notes = []
-    if op is not None:
+    """Keys that a user's spec leaves out, and what was taken in their place."""
+    spec, notes = estimator.spec, []
+    found: dict[str, dict[str, Op]] = {}  # key -> name of an op -> the op
+    for chain in (chain for stage in estimator.stages for chain in stage.kinds):
+        for op in iterate(chain):
+            for key in op.inferred if op.name in spec.own_ops else ():
+                found.setdefault(key, {}).setdefault(op.name or op.kind, op)
+    for name, op in found.pop("kv_heads", {}).items():
+        assert isinstance(op, Attend)
         notes.append(
-            f"{estimator.spec.file} says no kv_heads for {op.name or 'its attention'}: {op.kv_heads} were inferred "
-            "from the widths of its projections; add kv_heads to the spec"
+            f"{spec.file} says no kv_heads for {name}: {op.kv_heads} were inferred from the widths of its "
+            "projections; add kv_heads to the spec"
         )
+    if found:
+        said = "; ".join(f"no {key} for {_list_names(list(names))}" for key, names in found.items())
+        notes.append(
+            f"{spec.file} says {said}: taken from the order of its ops; add what is wrong (docs/specs.md, Roles)"
+        )
+    stage = next((stage for stage in estimator.stages if stage.is_width_inferred), None)
     if stage is not None:
         notes.append(
-            f"{estimator.spec.file} says no width for {stage.path}, and has no dim d: {stage.width} was inferred from "
-            "its first op; add width to the stack"
+            f"{spec.file} says no width for {stage.path}, and has no dim d: {stage.width} was inferred from its first "
+            "op; add width to the stack"
         )
     return notes
+
+
+def _list_names(names: list[str]) -> str:
+    left = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + left
 
 
 def find_kernel(device: Device, dtype: str | None, kernel: Kernel) -> PickedKernel:

@@ -92,7 +92,6 @@ def make_roofline(
 
 def _read_product(product: ProductCall, times: int, machine: Machine) -> Call:
     direction, m, n, k, copies, _ = product.size
-    numbers = m * k + n * k * copies + m * n
     shape = f"{m} × {k} · {k} × {n}"
     if copies > 1:
         shape = f"{copies} weights: {shape}"
@@ -103,16 +102,13 @@ def _read_product(product: ProductCall, times: int, machine: Machine) -> Call:
         shape,
         product.calls * times,
         product.flops / product.calls,
-        float(numbers * machine.width),
+        product.count_bytes(machine.width),
         machine.time_product(product).seconds,
         product.is_again,
     )
 
 
 def _read_attention(call: Attention, times: int, machine: Machine) -> Call:
-    queries = call.batch * call.heads * call.length * (call.qk + call.v)
-    keys = call.batch * call.kv_heads * call.keys * (call.qk + call.v)
-    passes = 2 if call.direction == "backward" else 1  # the way back writes a gradient for all that it reads
     shape = f"{call.batch} × {call.heads} heads ({call.kv_heads} of keys), {call.length} × {call.keys}, {call.mask}"
     return Call(
         call.module,
@@ -121,7 +117,7 @@ def _read_attention(call: Attention, times: int, machine: Machine) -> Call:
         shape,
         call.calls * times,
         call.flops / call.calls,
-        float(passes * (queries + keys) * machine.width),
+        call.count_bytes(machine.width),
         machine.time_attention(call).seconds,
         call.is_again,
     )
@@ -225,6 +221,17 @@ def _count_cache(estimator: Estimator, load: Workload) -> int:
             held = sum(op.cache_rows.count(each, "full") for each in (first, last))
             total += (op.latent or op.cache) * block.copies * held * calls // 2
     return total
+
+
+def count_kept(estimator: Estimator, load: Workload) -> int:
+    """Bytes of keys and values that a serving engine holds after a prompt, or after the last new token."""
+    last = _at_call(load, count_calls(load) - 1) if load.phase == "decode" else load
+    total = 0
+    for block, row, _ in estimator.rows(load, "model"):
+        op = row.op
+        if isinstance(op, Attend) and op.cache_rows is not None:
+            total += (op.latent or op.cache) * block.copies * op.cache_rows.count(last, "full")
+    return count_cache_bytes(estimator.formats, total)
 
 
 def _at_call(load: Workload, call: int) -> Workload:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import (
     RecipeError,
     WorkloadError,
-    format_value,
 )
 from flopcalc.base.presentation import find_presenter
 from flopcalc.base.rows import Rows, shorten
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import MAX_SIZE, check_positive, format_bytes, format_seconds
+from flopcalc.base.units import check_positive, format_bytes, format_seconds, read_number
 from flopcalc.base.vocabulary import CallKernel, Execution, Kernel, Optimizer, check_flag, check_word
 from flopcalc.core.estimate.estimate import Estimate, Estimator, check_tokens
 from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
@@ -187,8 +186,7 @@ def predict_estimate(
     memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
     timeline = check_flag(timeline, "timeline")
     host_factor = check_positive(host_factor, "the host's factor")
-    if not isinstance(pause_s, (int, float)) or not 0 <= pause_s < MAX_SIZE:
-        raise WorkloadError(f"pause_s is a number of seconds, 0 or more, not {format_value(pause_s)}")
+    pause_s = read_number(pause_s, "pause_s", or_zero=True)
     check_optimizer(optimizer)
     if any(estimator.origin == "trace" for estimator, _, _ in estimate.terms):
         raise WorkloadError("a traced model has no op list to predict from: it needs a spec")
@@ -226,6 +224,7 @@ def predict_estimate(
     if any(term.estimator.is_diffusion for term in parts):
         memory = False
         notes.append("the memory of diffusion models is not predicted: no tensors of theirs were recorded")
+        prediction = _compare_weights(prediction, estimate, machine.device)
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []
@@ -235,7 +234,7 @@ def predict_estimate(
     notes += describe_inferred(estimate.terms[0].estimator)
     notes += [note for note in estimate.notes if not note.startswith(_COUNTING) and note not in notes]
     prediction = prediction._replace(notes=(*prediction.notes, *notes))
-    if advise and prediction.fits is False:
+    if advise and prediction.fits is False and prediction.memory is not None:
         return prediction._replace(advice=_advise_fit(parts, settings))
     return prediction._replace(advice=_advise(estimate, prediction, settings)) if advise else prediction
 
@@ -404,6 +403,18 @@ def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Predi
         "tensors; the time is as if it did"
     )
     return prediction._replace(memory=memory, fits=False, capacity=capacity, notes=(note, *prediction.notes))
+
+
+def _compare_weights(prediction: Prediction, estimate: Estimate, device: Device) -> Prediction:
+    """With a note first where the weights alone, of all parts of a pipeline, do not fit."""
+    held = sum(each.total_bytes for each in estimate.weights)
+    if device.memory_gb is None or held <= (capacity := find_capacity(device)):
+        return prediction
+    note = (
+        f"does not fit: the weights alone take {format_bytes(held)}, {device.name} has {format_bytes(capacity)} for "
+        "tensors; the time is as if they did"
+    )
+    return prediction._replace(fits=False, capacity=capacity, notes=(note, *prediction.notes))
 
 
 def _share(found: Utilization) -> float:

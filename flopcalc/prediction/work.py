@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from flopcalc.base.vocabulary import CallKernel, CallMask, Direction, Execution, PassDirection, ProductDirection
 from flopcalc.core.model.ops import Linear, Multiply
+from flopcalc.hardware.attention_blocks import find_blocks
 from flopcalc.hardware.tiles import ProductSize
 from flopcalc.prediction.timeline import Stack
 
@@ -34,6 +35,7 @@ class ProductCall(NamedTuple):
     is_again: bool = False  # recomputed
     split: TensorSplit = TensorSplit()
     format: str = ""  # what it is computed in, where that is not the step's own
+    weight_bytes: float = 0.0  # that it reads of a number of a quantized weight; 0: the weight is plain
 
     @property
     def direction(self) -> ProductDirection:
@@ -74,11 +76,11 @@ class ProductCall(NamedTuple):
     def flops(self) -> float:
         return 2.0 * self.size.m * self.size.n * self.size.k * self.calls
 
-    @property
-    def moved(self) -> int:
-        """Numbers that one call reads and writes; rows reach no more experts than there are rows."""
+    def count_bytes(self, width: int) -> float:
+        """Bytes that one call moves, `width` for a plain number; rows reach no more experts than there are rows."""
         m, n, k = self.size.m, self.size.n, self.size.k
-        return m * (n + k) + min(self.size.copies, m) * n * k
+        weight = self.weight_bytes if self.weight_bytes and self.direction != "wgrad" else width
+        return width * m * (n + k) + weight * min(self.size.copies, m) * n * k
 
 
 class Attention(NamedTuple):
@@ -87,7 +89,7 @@ class Attention(NamedTuple):
     module: str
     group: str
     direction: PassDirection  # forward, backward
-    mask: CallMask  # causal, full, window, decode
+    mask: CallMask  # causal, dropout (causal, weights are dropped), full, window, apart, decode
     batch: int  # sequences in one call
     heads: int
     kv_heads: int
@@ -99,18 +101,20 @@ class Attention(NamedTuple):
     calls: float = 1
     is_again: bool = False
     kernel: CallKernel = ""  # eager: plain products; flash, efficient, cudnn; without: the one that the device picks
-    has_dropout: bool = False  # weights are dropped: another kernel
 
     @property
     def flops(self) -> float:
-        """Of all calls, as a fused kernel computes them: scores once more on the way back."""
-        pairs = self.batch * self.heads * self.length * self.keys / (2 if self.mask == "causal" else 1)
-        return 2.0 * pairs * (self.qk + self.v) * self.calls * (5 / 2 if self.direction == "backward" else 1)
+        """Of all calls, as a kernel executes them: whole blocks, and backward the scores once more."""
+        pairs = self.length * self.keys
+        if self.mask != "decode" and self.kernel != "eager":
+            blocks = find_blocks(self.kernel or "cudnn", self.direction, (self.qk + self.v) // 2)
+            pairs = blocks.count_pairs(self.length, self.keys, is_causal=self.mask in ("causal", "dropout"))
+        scored = 5 / 2 if self.direction == "backward" else 1
+        return 2.0 * pairs * self.batch * self.heads * (self.qk + self.v) * self.calls * scored
 
-    @property
-    def moved(self) -> int:
-        """Numbers that one call of a fused kernel reads and writes: each once, on the way back its gradient too."""
-        once = self.batch * (self.heads * self.length + self.kv_heads * self.keys) * (self.qk + self.v)
+    def count_bytes(self, width: int) -> float:
+        """Bytes that one call of a fused kernel moves: each number once, on the way back its gradient too."""
+        once = width * self.batch * (self.heads * self.length + self.kv_heads * self.keys) * (self.qk + self.v)
         return once * (2 if self.direction == "backward" else 1)
 
 

@@ -13,12 +13,12 @@ import pytest
 from places import ROOT
 
 from flopcalc import bind
+from flopcalc.hardware.attention_blocks import block_pairs, find_blocks
 from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
 from flopcalc.hardware.routing import Routing
 from flopcalc.hardware.tables import find_table, load_table
 from flopcalc.hardware.tiles import (
     GRADIENTS,
-    count_attention_pairs,
     count_experts_excess,
     count_product_excess,
     pad,
@@ -46,18 +46,37 @@ def test_rules_of_attention_reproduce_every_counted_call(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "direction", "mask", "length", "pairs"),
+    ("kernel", "direction", "is_causal", "dim", "length", "pairs"),
     [
-        ("cudnn", "forward", "causal", 256, 256 * 384 // 2),
-        ("cudnn", "backward", "causal", 256, 256 * 384 // 2),
-        ("cudnn", "backward", "full", 200, 256 * 256),
-        ("cudnn", "backward", "full", 180, 256 * 192),
-        ("efficient", "forward", "full", 200, None),
-        ("cudnn", "forward", "window", 200, None),
+        ("cudnn", "forward", True, 128, 256, 256 * 384 // 2),
+        ("cudnn", "backward", True, 128, 256, 256 * 384 // 2),
+        ("cudnn", "backward", False, 128, 200, 256 * 256),
+        ("cudnn", "backward", False, 128, 180, 256 * 192),
+        ("flash", "forward", False, 64, 180, 256 * 256),
+        ("flash", "forward", False, 128, 180, 256 * 192),
+        ("flash", "forward", True, 256, 256, 256 * 320 // 2),
     ],
 )
-def test_pairs(kernel: str, direction: str, mask: str, length: int, pairs: int | None) -> None:
-    assert count_attention_pairs(kernel, direction, mask, length, 128) == pairs
+def test_pairs_in_blocks(kernel: str, direction: str, is_causal: bool, dim: int, length: int, pairs: int) -> None:
+    assert find_blocks(kernel, direction, dim).count_pairs(length, length, is_causal=is_causal) == pairs
+
+
+def test_whole_blocks_of_the_rule_are_those_of_the_table() -> None:
+    """Both kernels, both ways, every head dim that was counted."""
+    for kernel in ("cudnn", "flash"):
+        table = find_kernel_table("h200-sxm", kernel)
+        assert table is not None
+        for (qk, v), shape in table.shapes:
+            for direction, block in (("forward", shape.block_forward), ("backward", shape.block_backward)):
+                blocks = find_blocks(kernel, direction, (qk + v) // 2)
+                assert blocks.count_pairs(1024, 1024, is_causal=True) == block_pairs(1024, 0, block)
+
+
+@pytest.mark.parametrize(("kernel", "mask"), [("efficient", "full"), ("cudnn", "window")])
+def test_calls_without_a_rule_are_not_padded(kernel: str, mask: str) -> None:
+    table = find_kernel_table("h200-sxm", kernel)
+    assert table is not None
+    assert table._replace(calls={}).find_call(128, 128, mask, 200) is None
 
 
 def test_a_kernel_executes_whole_clusters_of_tiles(choices: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from flopcalc.hardware.tables import FOLDER, SHAPES, list_tables, save_table
 
-NOTEBOOK = notebook_run.ROOT / "notebooks" / "calibration.ipynb"
+NOTEBOOK = notebook_run.ROOT / "lab" / "calibration.ipynb"
 DRAWN = ("attention", "counts", "gemm", "memory", "steps")  # tables with figures; padding is text
 
 

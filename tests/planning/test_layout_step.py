@@ -10,7 +10,7 @@ from round_machine import GPT, use_round_machine
 
 from flopcalc import bind
 from flopcalc.core.model.config import load_config
-from flopcalc.core.workload.sums import block_pairs
+from flopcalc.hardware.attention_blocks import block_pairs
 from flopcalc.planning import step as module
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import count_reached, find_interconnect, time_collective, time_message

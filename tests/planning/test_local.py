@@ -75,7 +75,7 @@ def test_layers_are_split_evenly(layers: int, pp: int, expected: list[int]) -> N
         ({"tp": 0}, "tp must be at least 1, not 0"),
         ({"cp": 1.5}, "cp must be a whole number, not 1.5"),
         ({"dp": True}, "dp must be a whole number, not True"),
-        ({"pp": "4"}, "pp must be a whole number, not '4'"),
+        ({"pp": "4.5"}, "pp: '4.5' is not a whole number"),
         ({"pp": 4, "stage": 4}, "stage 4 is not one of pp = 4: stages are 0 to 3"),
         ({"stage": -1}, "stage must be at least 0, not -1"),
         ({"pp": 33, "stage": 0}, "llama-3.1-8b has 32 language layers: too few for pp = 33 stages"),

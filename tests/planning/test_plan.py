@@ -404,7 +404,11 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
-PAGE = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
+PAGE = " ".join(
+    word
+    for name in ("planning", "plan-accuracy")
+    for word in (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split()
+)
 RUNS = json.loads((ROOT / "benchmarks" / "results" / "published_runs.json").read_text(encoding="utf-8"))["rows"]
 
 

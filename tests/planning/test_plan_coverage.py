@@ -18,9 +18,15 @@ KINDS = {
 }
 
 
-def list_notes(**settings: object) -> str:
-    found = plan("llama-3.1-8b", tokens="1B", device="h200", gpus=8, seq_len=4096, global_batch=64, **settings)
+def list_notes(device: str = "h200", **settings: object) -> str:
+    found = plan("llama-3.1-8b", tokens="1B", device=device, gpus=8, seq_len=4096, global_batch=64, **settings)
     return " ".join(found.notes)
+
+
+@pytest.mark.parametrize(("device", "is_other"), [("h200", False), ("mi300x", True)])
+def test_devices_of_published_runs_are_named(device: str, is_other: bool) -> None:
+    words = "none of these runs is on AMD Instinct MI300X: they are on a100-sxm-40gb, "
+    assert (words in list_notes(device, zero=1, tp=1, pp=1)) is is_other
 
 
 @pytest.mark.parametrize(

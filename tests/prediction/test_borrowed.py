@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from presets import MODELS as NAMED
+from presets import make_sizes
 from tiers import mark_heavy
 
 from flopcalc import bind
@@ -73,9 +74,8 @@ def test_every_type_without_a_recording_lists_its_own_modules(name: str) -> None
 @pytest.mark.parametrize("name", mark_heavy(PRESETS))
 def test_every_preset_without_a_recording_predicts_its_own_modules(name: str) -> None:
     estimator = bind(name)
-    decoder = {"decoder_seq_len": 32} if estimator.has_decoder else {}
     for phase in ("train", "forward"):
-        estimate = estimator(1, 64, phase=phase, **decoder)
+        estimate = estimator(1, phase=phase, **make_sizes(estimator, 64, 32))
         found = predict_estimate(estimate, device="h200", memory=False, advise=False)
         assert set(found.modules) - {"model", "optimizer"} <= list_modules(estimator)  # the whole model's own work
 

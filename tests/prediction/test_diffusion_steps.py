@@ -38,3 +38,10 @@ def test_recorded_denoisers_borrow_nothing(model: str, parts: str | None, is_rec
     assert found.evidence["operators_recorded"] is is_recorded
     assert any("those of llama are used" in note for note in found.notes) is not is_recorded
     assert not any("has no" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("device", "fits"), [("rtx-4090", False), ("h200", None)])
+def test_weights_of_a_pipeline_that_do_not_fit_are_said(device: str, fits: bool | None) -> None:
+    found = predict("flux.1-dev", device=device, images=["1024x1024"])
+    assert found.fits is fits
+    assert found.notes[0].startswith("does not fit: the weights alone take 31.42 GiB") is (fits is False)

@@ -238,13 +238,13 @@ def test_a_broken_file_of_watts_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         load_watts.cache_clear()
 
 
-def test_numbers_that_calls_move() -> None:
-    assert make_product("forward", 16, 32, 8).moved == 16 * 8 + 16 * 32 + 32 * 8
-    assert make_product("forward", 16, 32, 8, copies=4).moved == 16 * 40 + 4 * 256
-    assert make_product("forward", 2, 32, 8, copies=4).moved == 2 * 40 + 2 * 256  # two rows reach two experts
+def test_bytes_that_calls_move() -> None:
+    assert make_product("forward", 16, 32, 8).count_bytes(2) == 2 * (16 * 8 + 16 * 32 + 32 * 8)
+    assert make_product("forward", 16, 32, 8, copies=4).count_bytes(1) == 16 * 40 + 4 * 256
+    assert make_product("forward", 2, 32, 8, copies=4).count_bytes(1) == 2 * 40 + 2 * 256  # two rows reach two experts
     call = Attention("a", "language", "forward", "causal", 2, 4, 2, 8, 8, 10, 20)
-    assert call.moved == 2 * (4 * 10 + 2 * 20) * 16
-    assert call._replace(direction="backward").moved == 2 * call.moved
+    assert call.count_bytes(2) == 2 * 2 * (4 * 10 + 2 * 20) * 16
+    assert call._replace(direction="backward").count_bytes(2) == 2 * call.count_bytes(2)
 
 
 @pytest.mark.parametrize(

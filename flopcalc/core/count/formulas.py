@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flopcalc.base.vocabulary import Mask
 from flopcalc.core.model.ops import Attend, Embed, Linear
-from flopcalc.core.workload.pairs import block_pairs
-from flopcalc.hardware.attention_shape import KernelShape as KernelShape
+from flopcalc.hardware.attention_blocks import KernelShape as KernelShape
+from flopcalc.hardware.attention_blocks import block_pairs
 
 
 def product_flops(op: Linear) -> int:

@@ -1,9 +1,8 @@
-"""Closed forms of query-key pairs: causal, windowed, in a kernel's blocks, in decoding, in windows of patches."""
+"""Closed forms of query-key pairs: causal, windowed, in decoding, in windows of patches."""
 
 from __future__ import annotations
 
 from flopcalc.core.workload.workload import Grid
-from flopcalc.hardware.attention_shape import BLOCK as BLOCK
 
 
 def causal_pairs(length: int, window: int = 0) -> int:
@@ -18,13 +17,6 @@ def nearby_pairs(length: int, reach: int = 0) -> int:
     if not reach or reach >= length:
         return length * length
     return length * (2 * reach + 1) - reach * (reach + 1)
-
-
-def block_pairs(length: int, window: int = 0, block: int = BLOCK) -> int:
-    """Pairs that a fused causal kernel executes in blocks: those needed times (S + block) / (S + 1), rounded down."""
-    executed = length * (length + block)
-    skipped = (length - window) * (length - window - block) if window and length - window > block else 0
-    return (executed - skipped) // 2
 
 
 def decode_pairs(new: int, context: int, window: int = 0) -> int:

@@ -13,8 +13,9 @@ from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.vocabulary import Convention, Counting, Mask
 from flopcalc.core.spec.expressions import Names, evaluate
 from flopcalc.core.workload.expression_units import Values, get_decoder, list_units, name_sequence, name_shared
-from flopcalc.core.workload.pairs import BLOCK, block_pairs, causal_pairs, decode_pairs, nearby_pairs, window_pairs
+from flopcalc.core.workload.pairs import causal_pairs, decode_pairs, nearby_pairs, window_pairs
 from flopcalc.core.workload.workload import Grid, Workload
+from flopcalc.hardware.attention_blocks import BLOCK, block_pairs
 
 _MOST_LENGTHS = 65536  # that an expression's values are kept for
 

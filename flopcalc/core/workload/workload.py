@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeAlias, TypedDict, Unpack
 
-from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.errors import WorkloadError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_items, check_size
+from flopcalc.base.units import check_items, check_size, read_size, read_sizes
 from flopcalc.base.vocabulary import BATCH_LAYOUTS, PHASES, BatchLayout, Phase, check_word
 
 Grid: TypeAlias = tuple[int, int, int]
@@ -154,31 +154,40 @@ def make_workload(
 ) -> Workload:
     """A checked Workload from plain arguments: `make_workload(2, 4096, image_grid_thw=[(1, 36, 52)] * 2)`."""
     check_word(phase, PHASES, "phase", WorkloadError)
+    for name in media:
+        if name not in Media.__annotations__:
+            raise WorkloadError(
+                f"a workload takes no {name}.{format_nearest(name, Media.__annotations__)} It holds patches: "
+                "pictures in pixels are given to estimate_flops()"
+            )
     grids, videos, frames = _read_media(**media) if media else ((), (), ())
     if decoder_seq_len is not None:
         if lengths is not None:
-            raise WorkloadError("an encoder-decoder takes no packed lengths: give seq and decoder_seq")
+            raise WorkloadError(
+                f"an encoder-decoder takes no packed lengths: give {spell('seq')} and {spell('decoder_seq')}"
+            )
         decoder = make_workload(batch_size, decoder_seq_len, phase=phase, context=context, logits=logits)
-        seq = check_size(seq_len, "seq") if seq_len is not None else 0  # an encoder of audio has no tokens
+        seq = read_size(seq_len, "seq") if seq_len is not None else 0  # an encoder of audio has no tokens
         return Workload(decoder.rows, seq, None, "unpadded", phase, 0, "all", grids, videos, frames, decoder)
     if phase != "decode" and context is not None:
-        raise WorkloadError(f"context belongs to phase decode, not {phase}")
+        raise WorkloadError(f"{spell('context')} belongs to phase decode, not {phase}")
     logits = check_logits(logits)
     if phase == "decode":
-        past = check_size(context, "context", 0) if context is not None else 0
-        rows, seq = check_size(batch_size, "batch"), check_size(1 if seq_len is None else seq_len, "seq")
+        past = read_size(context, "context", 0) if context is not None else 0
+        rows, seq = read_size(batch_size, "batch"), read_size(1 if seq_len is None else seq_len, "seq")
         return Workload(rows, seq, lengths, "unpadded", phase, past, logits, grids, videos, frames)
     if lengths is not None:
-        if seq_len is not None or check_size(batch_size, "batch") != 1:
-            raise WorkloadError("lengths describe one packed row: give neither seq nor batch with them")
-        given = check_items(lengths, "lengths", form="a list of document lengths")
-        documents = tuple(check_size(length, "lengths") for length in given)
+        if seq_len is not None or read_size(batch_size, "batch") != 1:
+            raise WorkloadError(
+                f"lengths describe one packed row: give neither {spell('seq')} nor {spell('batch')} with them"
+            )
+        documents = read_sizes(lengths, "lengths")
         if not documents:
             raise WorkloadError("lengths must hold at least one document")
         return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos, frames)
     if seq_len is None and not (grids or videos):
-        raise WorkloadError("seq is missing: the length that the language model sees per sample")
-    rows, seq = _check_quickly(batch_size, "batch", 1), 0 if seq_len is None else _check_quickly(seq_len, "seq", 1)
+        raise WorkloadError(f"{spell('seq')} is missing: the length that the language model sees per sample")
+    rows, seq = read_size(batch_size, "batch"), 0 if seq_len is None else read_size(seq_len, "seq")
     return Workload(rows, seq, None, "unpadded", phase, 0, logits, grids, videos, frames)
 
 
@@ -208,7 +217,7 @@ def check_logits(value: int | str | None) -> int | str | None:
     """'all', 'last', a number of positions, or None for what the phase needs."""
     if value is None or (isinstance(value, str) and value in ("all", "last")):
         return value
-    return check_size(value, "logits")
+    return read_size(value, "logits")
 
 
 def check_load(value: object) -> Workload:

@@ -84,11 +84,9 @@ def _formula(func: torch._ops.OpOverload) -> Formula | None:
 
 @cache
 def _is_known(func: torch._ops.OpOverload) -> bool:
-    """Whether this operator is known not to be a product: by torch's own tags, or by its kind."""
-    tags = func.tags
+    """Whether this operator is known not to be a product: by torch's own tag, or by its kind."""
     return (
-        torch.Tag.pointwise in tags
-        or torch.Tag.reduction in tags
+        torch.Tag.pointwise in func.tags
         or func.is_view
         or (func.namespace == "aten" and classify(func._schema.name) not in _MAY_BE_PRODUCTS)
         or func.namespace == "profiler"  # marks in a trace

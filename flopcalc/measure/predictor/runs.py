@@ -14,7 +14,7 @@ from flopcalc.measure.jobs.runner import Job
 from flopcalc.measure.predictor.host_calls import measure_units
 from flopcalc.measure.predictor.host_probe import make_probe
 from flopcalc.measure.predictor.narrow import MARK, is_narrow, narrow
-from flopcalc.measure.predictor.power_calls import list_power_rows, measure_power
+from flopcalc.measure.predictor.power_calls import SECONDS, list_power_rows, measure_power, meter
 from flopcalc.measure.predictor.profiling import profile_step
 from flopcalc.measure.predictor.single_calls import list_rows, measure_calls
 
@@ -89,6 +89,10 @@ NARROW: dict[str, tuple[int, list[list[int]]]] = {
 # Two depths of narrow models separate what a call costs from what a layer costs. Training is measured once more at the
 # end, because autograd has its own thread, on a core whose speed changes independently.
 _DEPTHS = (4, 12)
+# Steps whose watts are metered: tokens one by one in small and large batches, and LoRA.
+_DECODED = ("llama-3.2-1b", (1, 4, 64, 256))
+_ADAPTED = ("qwen2.5-0.5b", "mistral-7b")
+_LORA: Json = {"r": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 _NARROW_STEPS = 10
 
 
@@ -182,23 +186,29 @@ class Runner:
         self.work_s = work_s
         self.most_steps = most_steps
         self.name = ""
+        self.lora: Json | None = None
         self.model: Any = None
         self.optimizer: Any = None
         self.optimizer_name = ""
         self.probes: dict[bool, Callable[[], float]] = {}
 
-    def _take(self, name: str) -> None:
-        if name == self.name:
+    def _take(self, name: str, lora: Json | None = None) -> None:
+        if (name, lora) == (self.name, self.lora):
             return
         self.drop()
         self.config = self.configs(name)
         self.model = counts.build(self.bench, self.config)
-        self.name = name
+        if lora is not None:
+            from flopcalc.measure.hf.models import apply_recipe
+
+            self.model = apply_recipe(self.model, {"lora": lora}).base_model.model
+        self.name, self.lora = name, lora
 
     def drop(self) -> None:
         """Free the model and its optimizer, because the next model needs the memory; also after a failure."""
         self.model = self.optimizer = None
         self.name = self.optimizer_name = ""
+        self.lora = None
         self._free()
 
     def _free(self) -> None:
@@ -214,14 +224,17 @@ class Runner:
         self._free()
         is_fused = name == "adamw"
         self.optimizer = self.bench.torch.optim.AdamW(
-            self.model.parameters(), lr=1e-5, fused=is_fused, foreach=not is_fused
+            [each for each in self.model.parameters() if each.requires_grad],
+            lr=1e-5,
+            fused=is_fused,
+            foreach=not is_fused,
         )
         self.optimizer_name = name
 
     def make_step(self, case: Json) -> Callable[[], Any]:
         """The step of a user's loop: clear gradients, forward, backward, optimizer."""
         torch = self.bench.torch
-        self._take(case["model"])
+        self._take(case["model"], case.get("lora"))
         model = self.model
         for module in model.modules():
             if hasattr(module, "rope_deltas"):  # left over from a run with images
@@ -416,6 +429,7 @@ def plan(suite: str) -> list[Job]:
     rows: dict[str, Json] = {name_case(case): {**case, "is_host": False} for case in list_cases(suite)}
     rows |= list_rows(suite)
     rows |= list_power_rows(suite == "test")
+    rows |= list_metered_steps(suite)
     models = {"test": ("llama",), "quick": _QUICK_HOSTS, "full": tuple(MODELS)}[suite]
     small = [case for model in models for case in list_host_cases(suite, model)]
     small += list_narrow_cases() if suite == "full" else []
@@ -431,6 +445,22 @@ def plan(suite: str) -> list[Job]:
         Job("runs", start, args, rows, timeout_s=180, expected_s=20 + 4.3 * len(rows)),
         Job("hosts", start, args, hosts, timeout_s=180, expected_s=10 + 1.1 * len(hosts)),
     ]
+
+
+def list_metered_steps(suite: str) -> dict[str, Json]:
+    """Row of the journal -> a step that is repeated like the calls of `list_power_rows`."""
+    is_tiny = suite == "test"
+    model, batches = ("llama", (1,)) if is_tiny else _DECODED
+    cases = [make_case(model, "decode", batch, 2, context=16 if is_tiny else 1000) for batch in batches]
+    for model in ("llama",) if is_tiny else _ADAPTED:
+        case = make_case(model, "train", 1, 16) if is_tiny else make_case(model, "train", 4, 2048)
+        cases.append({**case, "lora": _LORA})
+    return {
+        f"power/{name_case(case)}{'/lora' * ('lora' in case)}": {
+            **case, "power": "step", "seconds": 0.01 if is_tiny else SECONDS
+        }
+        for case in cases
+    }  # fmt: skip
 
 
 def list_host_cases(suite: str, model: str) -> Iterator[Json]:
@@ -474,6 +504,8 @@ def start(args: Json) -> Callable[[Json], Json]:
             raise
 
     def measure_row(row: Json) -> Json:
+        if row.get("power") == "step":
+            return {**row, **meter(runner.bench, runner.make_step(row), row["seconds"])}
         if "model" not in row:
             runner.drop()
             if "power" in row:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from flopcalc.base.errors import SpecError
-from flopcalc.base.vocabulary import CallMask, PassDirection
+from flopcalc.base.vocabulary import CallMask, FusedKernel, PassDirection
+from flopcalc.hardware.attention_blocks import find_blocks
 from flopcalc.prediction.work import Attention
 
 # Direction, mask and head dim -> seconds of a call, of a query, of a pair and of a position of the longest row.
@@ -16,15 +17,7 @@ IN_WAVES = ("full", "window", "apart")  # masks under which all blocks of attent
 
 
 def attention_features(
-    units: int,
-    direction: PassDirection,
-    mask: CallMask,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    dim: float,
-    length: int,
-    keys: int,
+    units: int, call: Attention, kernel: FusedKernel, dim: float
 ) -> tuple[float, float, float, float]:
     """What the time of an attention call is made of: the call, its queries, its pairs in blocks, its longest row.
 
@@ -32,18 +25,17 @@ def attention_features(
     that they come in waves over the processors; under one, short blocks fill the gaps that long ones leave. On the way
     back such a call has all queries as its last part, not its longest row: their gradients are added up in memory.
     """
-    each = batch * heads
-    if mask == "decode":
-        return 1.0, 0.0, float(batch * kv_heads * keys), float(keys)
-    if mask in ("causal", "dropout"):
-        blocks = -(-length // 128)
-        return 1.0, float(each * length), each * 128 * 128 * blocks * (blocks + 1) / 2, float(keys)
-    # Forward a processor holds queries and goes over keys, on the way back the other way round.
-    held, passed = (length, keys) if direction == "forward" else (keys, length)
-    tile, step = (128, 128) if direction == "forward" else (128 if dim <= 128 else 64, 64)
-    rows = -(-each * -(-held // tile) // units) * units * tile
-    last = keys if direction == "forward" else each * length
-    return 1.0, float(rows), float(rows * step * -(-passed // step)), float(last)
+    each = call.batch * call.heads
+    if call.mask == "decode":
+        return 1.0, 0.0, float(call.batch * call.kv_heads * call.keys), float(call.keys)
+    blocks = find_blocks(kernel, call.direction, round(dim))
+    if call.mask in ("causal", "dropout"):
+        pairs = blocks.count_pairs(call.length, call.keys, is_causal=True)
+        return 1.0, float(each * call.length), float(each * pairs), float(call.keys)
+    waves = -(-each * blocks.count_held(call.length, call.keys) // units)
+    rows = waves * units * blocks.held
+    last = call.keys if call.direction == "forward" else each * call.length
+    return 1.0, float(rows), float(rows * blocks.count_passed(call.length, call.keys)), float(last)
 
 
 def name_mask(mask: CallMask, keys: int) -> str:
@@ -69,8 +61,9 @@ def find_attention(tables: Sequence[Table], call: Attention, dim: float) -> tupl
     The kernel's own table comes first. Without its mask there, the next wider mask is used; without any, another
     kernel's table. In decoding another kernel's table comes before another mask, because all read the same keys.
     """
-    wider = "window" if call.mask == "apart" else call.mask
-    masks = dict.fromkeys((name_mask(call.mask, call.keys), wider, "full", "causal"))
+    own: CallMask = "causal" if call.mask == "dropout" else call.mask  # find_dropping says how much longer it takes
+    wider = "window" if own == "apart" else own
+    masks = dict.fromkeys((name_mask(own, call.keys), wider, "full", "causal"))
     ways = [(table, mask) for mask in masks for table in tables]
     if call.mask != "decode":
         ways = [(tables[0], mask) for mask in masks] + ways
@@ -81,20 +74,18 @@ def find_attention(tables: Sequence[Table], call: Attention, dim: float) -> tupl
     raise SpecError(f"no kernel's {call.direction} attention was measured; `flopcalc calibrate --predictor` does it")
 
 
-def add_features(constants: Sequence[float], call: Attention, dim: float, units: int) -> float:
+def add_features(constants: Sequence[float], call: Attention, kernel: FusedKernel, dim: float, units: int) -> float:
     """Seconds of a call beyond its start, at the head dim of its constants."""
-    features = attention_features(
-        units, call.direction, call.mask, call.batch, call.heads, call.kv_heads, dim, call.length, call.keys
-    )
+    features = attention_features(units, call, kernel, dim)
     return sum(constant * feature for constant, feature in zip(constants[1:], features[1:], strict=True))
 
 
-def find_dropping(tables: Iterable[Table], call: Attention, dim: float, units: int) -> float:
+def find_dropping(tables: Iterable[Table], call: Attention, kernel: FusedKernel, units: int, dim: float) -> float:
     """How many times longer a causal call takes that drops weights, at the nearest head dim with both."""
     for table in tables:
         dropping, plain = (_list_dims(table, call.direction, mask) for mask in ("dropout", "causal"))
         if both := dropping.keys() & plain.keys():
             at = find_nearest(sorted(both), dim)
-            times = [each[at][0] + add_features(each[at], call, at, units) for each in (dropping, plain)]
+            times = [each[at][0] + add_features(each[at], call, kernel, at, units) for each in (dropping, plain)]
             return times[0] / times[1]
     return 1.0

@@ -75,7 +75,7 @@ class ProductConstants(PlainProducts):
     # direction -> the fields of a GroupShape
     grouped: Annotated[dict[str, _Grouped], Keys(("forward", "dgrad", "wgrad"))]
     patches: NotRequired[dict[str, _Line]]  # direction -> seconds of a call, of a FLOP
-    narrow: NotRequired[dict[str, _Line]]  # number format -> seconds of a call, of a byte
+    narrow: NotRequired[dict[str, _Line]]  # of older files, and nothing reads it
     adapters: NotRequired[dict[str, _Plane]]  # format and form -> seconds of a call, of a byte, of a FLOP
 
 

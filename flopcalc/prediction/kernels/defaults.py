@@ -13,7 +13,8 @@ from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromZero, find_fault
 
 FILE = "defaults.json"
-_FORMER = ("attention_share", "attention_start_s")  # names that older predictor files may hold, and nothing reads
+# Names that older predictor files may hold, and nothing reads.
+_FORMER = ("attention_share", "attention_start_s", "narrow_rate")
 
 
 class DeviceDefaults(NamedTuple):
@@ -25,7 +26,6 @@ class DeviceDefaults(NamedTuple):
     experts_slower: float
     host_overlap: float
     large_product_share: Mapping[str, float]
-    narrow_rate: float
     zero_states_slower: float
     nearby_width: float
     nearby_pull: float

@@ -8,15 +8,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.base.errors import DeviceError, SpecError
-from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, ProductDirection
+from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, FusedKernel, ProductDirection
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
-from flopcalc.hardware.tiles import ALIGNED, ProductSize, pad
+from flopcalc.hardware.tiles import ALIGNED, ProductSize
 from flopcalc.prediction.kernels.attention import add_features, find_attention, find_dropping, find_nearest
 from flopcalc.prediction.kernels.constants import Constants, find_fitted, load_predictor
 from flopcalc.prediction.kernels.memory_bound import find_size, name_shape, read_curve, weigh_zeros
 from flopcalc.prediction.kernels.products import (
-    NARROW_TILE,
     GroupShape,
     ProductShape,
     measure_narrow,
@@ -161,24 +160,23 @@ class Machine:
             error = self._find_error("product") * (2 if self.is_measured else 1)
             # Far below what the device computes or moves: as slow on every device.
             return KernelTime(start + per_flop * product.flops / product.calls, error, self.is_measured)
-        return self.find_product(product.size)
+        found = self.find_product(product.size)
+        if not product.weight_bytes or product.direction == "wgrad":
+            return found
+        # No kernel for quantized weights was measured: as much faster as the roofline says.
+        computed_s, plain = product.flops / product.calls / self.peak, product._replace(weight_bytes=0.0)
+        whole_s, read_s = (each.count_bytes(self.width) / self.bandwidth for each in (plain, product))
+        faster = max(computed_s, read_s) / max(computed_s, whole_s)
+        return KernelTime(found.seconds * faster, self.fitted.kernel_error["scaled"], False)
 
     def _time_narrow(self, product: ProductCall) -> KernelTime | None:
-        """An adapter's product in another format, by its form or by its bytes; None where no such was measured."""
-        known, error = self.constants["products"], 2 * self.fitted.kernel_error["product"]
+        """An adapter's product in another format, by its form; None where no such was measured."""
         form, sizes = turn_narrow(product.size)
-        if line := known.get("adapters", {}).get(f"{product.format} {form}"):
+        if line := self.constants["products"].get("adapters", {}).get(f"{product.format} {form}"):
             start, per_byte, per_flop = line
             moved, flops = measure_narrow(form, *sizes)
+            error = 2 * self.fitted.kernel_error["product"]
             return KernelTime(start + per_byte * moved + per_flop * flops, error, True)
-        if line := known.get("narrow", {}).get(product.format):
-            start, per_byte = line
-            m, n, k = sizes
-            other = self._find_other(product.format)
-            padded = pad(min(sizes), NARROW_TILE) / min(sizes)
-            computed = 2.0 * m * n * k * padded / (self.fitted.narrow_rate * other.shape.rate)
-            streamed = per_byte * other.width * (m * n + m * k + n * k) / self.memory
-            return KernelTime(start + max(computed, streamed), error, True)
         return None
 
     def time_experts(self, product: ProductCall, kept: float) -> KernelTime:
@@ -251,15 +249,16 @@ class Machine:
         if call.kernel == "eager":
             return KernelTime(self._time_eager(call), error, self.is_measured)
         tables = self.constants["attention"]
-        asked = tables.get(call.kernel or self.device.sdpa or "flash") or next(iter(tables.values()))
+        kernel: FusedKernel = call.kernel or self.device.sdpa or "flash"
+        asked = tables.get(kernel) or next(iter(tables.values()))
         mean = (call.qk + call.v) / 2
         constants, dim = find_attention((asked, *tables.values()), call, mean)
         # Decoding reads all keys once, with any kernel, and computes next to nothing.
         speed = self._find_speed(mean) if call.mask != "decode" else self.decode_speed
         units, longer = round(self.shape.units), mean / dim
-        seconds = constants[0] + add_features(constants, call, mean, units) * longer / speed
-        if call.has_dropout and call.mask == "causal":
-            seconds *= find_dropping((asked, *tables.values()), call, mean, units)
+        seconds = constants[0] + add_features(constants, call, kernel, mean, units) * longer / speed
+        if call.mask == "dropout":
+            seconds *= find_dropping((asked, *tables.values()), call, kernel, units, mean)
         return KernelTime(seconds, error if dim == mean else 2 * error, self.is_measured)
 
     def _find_speed(self, dim: float) -> float:

@@ -401,43 +401,30 @@ def cut_step(tensors: Tensors, shards: Shards) -> Cut:
     )
 
 
-class _Peak(NamedTuple):
-    """The fullest moment of a training step, and what each kind takes in it: bytes."""
-
-    moment: str
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-    workspace: int
-    inputs: int
-
-
 def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool = False) -> Memory:  # noqa: B008
     """The fullest moment of a training step on one device."""
     cut = cut_step(tensors, shards)
-    peak = _find_peak(tensors, cut, shards, is_adding)
+    moment, there = _find_peak(tensors, cut, shards, is_adding)
     stays, each = is_adding or tensors.optimizer.has_master, tensors.gradient_bytes
     return Memory(
-        weights=peak.weights,
+        weights=there["weights"],
         gradients=divide_held(SplitBytes(cut.trained.dense * each, cut.trained.other * each), shards.divide(2)),
         optimizer=_count_states(tensors, cut, shards),
         activations=cut.kept,
         logits=cut.loss,
-        workspace=peak.workspace,
+        workspace=there["workspace"],
         kv_cache=0,
         inputs=cut.inputs,
-        peak=sum(peak[1:]),
-        moment=peak.moment,
-        at_peak={kind: getattr(peak, kind, 0) for kind in _KINDS},
+        peak=sum(there.values()),
+        moment=moment,
+        at_peak={kind: there.get(kind, 0) for kind in _KINDS},
         notes=tuple(note for note in tensors.notes if not stays or note != _FREED),
     )
 
 
 def count_peak(tensors: Tensors, cut: Cut, shards: Shards, *, is_adding: bool = False) -> int:
     """The peak of count_memory alone, of a step that cut_step has cut."""
-    return sum(_find_peak(tensors, cut, shards, is_adding)[1:])
+    return sum(_find_peak(tensors, cut, shards, is_adding)[1].values())
 
 
 def _count_states(tensors: Tensors, cut: Cut, shards: Shards) -> int:
@@ -452,8 +439,8 @@ def _count_states(tensors: Tensors, cut: Cut, shards: Shards) -> int:
     return states
 
 
-def _find_peak(tensors: Tensors, cut: Cut, shards: Shards, is_adding: bool) -> _Peak:
-    """The fullest moment: ZeRO divides what a device holds without it."""
+def _find_peak(tensors: Tensors, cut: Cut, shards: Shards, is_adding: bool) -> tuple[str, dict[str, int]]:
+    """The fullest moment and what each kind takes in it: ZeRO divides what a device holds without it."""
     optimizer, each = tensors.optimizer, tensors.gradient_bytes
     trained, second = cut.trained, shards.divide(2)
     stays = is_adding or optimizer.has_master
@@ -474,7 +461,8 @@ def _find_peak(tensors: Tensors, cut: Cut, shards: Shards, is_adding: bool) -> _
     workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + tensors.dequantized + cut.dummies
     weights = divide_held(cut.weights, shards.divide(3))
     states = _count_states(tensors, cut, shards) + added
-    return _Peak(name, weights, there, states, activations, logits, workspace, cut.inputs)
+    sizes = (weights, there, states, activations, logits, workspace, 0, cut.inputs)
+    return name, dict(zip(_KINDS, sizes, strict=True))
 
 
 def _infer(step: Serving, shards: Shards) -> Memory:

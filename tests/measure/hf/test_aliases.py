@@ -132,10 +132,6 @@ def test_spec_equals_the_published_code(name: str, i: int) -> None:
 
 def list_names(model: Any) -> list[str]:
     """The parameters of a bound model, by name."""
-    from flopcalc.core.estimate.checks import _parameter_sizes
+    from flopcalc.core.model.ops import list_parameters
 
-    found: dict[str, int] = {}
-    for stage in model.stages:
-        for layer, chain in enumerate(stage.layers, stage.first):
-            found |= _parameter_sizes(chain, f"{stage.path}.{layer}" if stage.repeated else stage.path)
-    return list(found)
+    return list(list_parameters(model.stages))

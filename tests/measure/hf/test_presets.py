@@ -25,6 +25,8 @@ UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 def make_workload(estimator: Any) -> dict[str, Any]:
     """A workload of any kind that a preset takes."""
     decoder = {"decoder_seq_len": 55} if estimator.has_decoder else {}
+    if decoder and estimator.audio is not None:
+        return {"batch_size": 2, "audio": [30, 30], **decoder}
     return {"batch_size": 2, "seq_len": 77 if decoder else 777, **decoder}
 
 

@@ -171,7 +171,7 @@ def test_without_torch(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None
         (("--model-type", "llama", "--seq", "9", "--decoder-seq", "3"), "llama: is no encoder-decoder"),
         (("--model-type", "llama", "--seq", "9", "--clip", "4"), "llama: takes no audio"),
         (("--model-type", "llama", "--seq", "9", "--image-grid", "1,2,2"), "llama: is a text model"),
-        (("--model-type", "llama", "--seq", "9", "--context", "3"), "llama: context belongs to phase decode"),
+        (("--model-type", "llama", "--seq", "9", "--context", "3"), "llama: --context belongs to phase decode"),
         (("--model-type", "bert", "--seq", "9", "--phase", "decode"), "bert: is an encoder: it does not decode"),
         (("--model-type", "whisper", "--decoder-seq", "4"), "whisper: takes one clip of audio per sample"),
         (("--config", "gpt2", "--seq", "9", "--clip", "4"), "gpt2: takes no audio"),

@@ -122,7 +122,7 @@ def test_the_committed_results_are_whole() -> None:
 
 
 def test_the_page_shows_the_committed_results(script: Any, tmp_path: Path) -> None:
-    page = ROOT / "docs" / "sweep.md"
+    page = ROOT / "docs" / "dp-sgd.md"
     copy = tmp_path / "page.md"
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     assert script.main(["--show", str(RESULTS), "--page", str(copy)]) == 0
@@ -169,7 +169,7 @@ def test_the_page_reads_the_committed_results_rightly() -> None:
     """Each claim of "How to read it"; where another run does not bear one out, the sentence goes."""
     rows = read_rows()
     gib = {key: row["peak_memory_bytes"] / (1 << 30) for key, row in rows.items()}
-    page = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "dp-sgd.md").read_text(encoding="utf-8")
     measured = [row["measured_over_analytic"] for row in rows.values()]
     assert f"{min(measured):.3f} to {max(measured):.3f}" in page
     for (trainer, batch, length), row in rows.items():

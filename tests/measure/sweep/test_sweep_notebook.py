@@ -1,4 +1,4 @@
-"""notebooks/dp_sgd_cost.ipynb: committed without outputs, and run whole on the committed results, others and none."""
+"""notebooks/dp_sgd_cost.ipynb: committed with outputs, and run whole on the committed results, others and none."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def execute(monkeypatch: pytest.MonkeyPatch, folder: Path, results: Path | None 
     return list(figures), text
 
 
-def test_the_notebook_is_committed_clean() -> None:
-    notebook_run.check_clean(NOTEBOOK)
+def test_the_notebook_is_committed_with_its_outputs() -> None:
+    notebook_run.check_stored(NOTEBOOK, len(FIGURES))
 
 
 @pytest.mark.heavy

@@ -264,8 +264,8 @@ def test_adapters_have_forms(direction: str, n: int, k: int, form: str, flops: i
     assert measure_narrow(found, *sizes) == (4 * (5000 * n + 5000 * k + n * k), flops)
 
 
-def test_adapters_are_timed_by_form_or_by_bytes() -> None:
-    """A calibration of an older version has one line for all forms."""
+def test_adapters_are_timed_by_form() -> None:
+    """A calibration of an older version has no forms: its plain products in float32 stand for them."""
     shipped = load_predictor("h200-sxm")
     assert shipped is not None
     product = make_product("forward", 5000, 8, 4096, format="fp32")
@@ -275,5 +275,5 @@ def test_adapters_are_timed_by_form_or_by_bytes() -> None:
     assert machine.time_product(product).seconds == pytest.approx(start + per_byte * moved + per_flop * flops)
     older: Any = {name: value for name, value in shipped["products"].items() if name != "adapters"}
     before = Machine("h200-sxm", "bf16", {**shipped, "products": older}).time_product(product).seconds
-    assert before == pytest.approx(machine.time_product(product).seconds, rel=0.5)
+    assert before > machine.time_product(product).seconds
     assert not machine.is_narrow(product._replace(format=""))

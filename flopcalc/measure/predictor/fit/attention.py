@@ -19,6 +19,7 @@ from flopcalc.measure.predictor.fit.choices import (
 from flopcalc.measure.predictor.fit.points import AttentionPoint
 from flopcalc.measure.predictor.fit.solvers import round_digits, solve_nonnegative
 from flopcalc.prediction.kernels.attention import IN_WAVES, attention_features, name_mask
+from flopcalc.prediction.work import Attention
 
 _Features = tuple[float, float, float, float]  # call, queries, pairs, longest row
 
@@ -50,9 +51,11 @@ def fit_attention(points: Sequence[AttentionPoint], units: int) -> dict[str, dic
 
 
 def _list_features(point: AttentionPoint, units: int) -> _Features:
-    return attention_features(
-        units, point.direction, point.mask, point.batch, point.heads, point.kv_heads, point.qk, point.length, point.keys
-    )
+    call = Attention(
+        "", "", point.direction, point.mask, point.batch, point.heads, point.kv_heads, point.qk, point.qk,
+        point.length, point.keys,
+    )  # fmt: skip
+    return attention_features(units, call, point.kernel, point.qk)
 
 
 def _determines_all(group: Sequence[AttentionPoint], shortest_s: float) -> bool:

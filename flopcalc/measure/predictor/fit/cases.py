@@ -36,7 +36,7 @@ def model_cases(
     bound: dict[tuple[str, ...], Estimator] = {}
     modelled = []
     for case in cases:
-        key = (case["model"], case["recompute"], case["attention"])
+        key = (case["model"], case["recompute"], case["attention"], str(case.get("lora")))
         if key not in bound:
             bound[key] = bind_case(case, configs(case["model"]), device)
         modelled.append(model_case(case, bound[key], transformers))
@@ -46,7 +46,7 @@ def model_cases(
 def bind_case(case: Json, config: Json, device: str) -> Estimator:
     return bind_config(
         config,
-        recipe={"recompute": case["recompute"]},
+        recipe={"recompute": case["recompute"], "lora": case.get("lora")},
         convention="hardware",
         device=device,
         attention_kernel=_find_kernel(case) or "auto",

@@ -151,8 +151,7 @@ def _list_masks(work: Work) -> dict[tuple[int, int, int], set[CallMask]]:
     """(Batch, heads, length) -> the masks of such attention calls in a step."""
     masks: dict[tuple[int, int, int], set[CallMask]] = {}
     for call in work.attention:
-        mask: CallMask = "dropout" if call.has_dropout and call.mask == "causal" else call.mask
-        masks.setdefault((call.batch, call.heads, call.length), set()).add(mask)
+        masks.setdefault((call.batch, call.heads, call.length), set()).add(call.mask)
     return masks
 
 

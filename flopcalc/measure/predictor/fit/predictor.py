@@ -103,7 +103,8 @@ def fit_predictor(
         constants = _fit_host_part(constants, records, configs, modelled)
     constants["gaps"], constants["power"] = fit_gaps_and_power(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
-    watts = fit_watts(modelled, records, make_machine(constants), provenance)
+    metered = model_cases((record for record in records if record.get("power") == "step"), configs, device, version)
+    watts = fit_watts([*modelled, *metered], records, make_machine(constants), provenance)
     return constants if watts is None else {**constants, "watts": watts}
 
 
@@ -198,7 +199,6 @@ def take_over(constants: Constants, known: Constants) -> Constants:
         return [start_s, per_byte * slower]
 
     products = constants["products"]
-    narrow = {kind: scale(line) for kind, line in known["products"].get("narrow", {}).items()}
     adapters = known["products"].get("adapters", {}) | products.get("adapters", {})
     lines = {kind: scale(line) for kind, line in known["linear"].items() if kind not in constants["linear"]}
     curves = {
@@ -208,7 +208,7 @@ def take_over(constants: Constants, known: Constants) -> Constants:
     }
     return {
         **constants,
-        "products": {**products, "narrow": narrow | products.get("narrow", {}), "adapters": adapters},
+        "products": {**products, "adapters": adapters},
         "linear": constants["linear"] | lines,
         "moved": constants["moved"] | curves,
     }

@@ -38,7 +38,7 @@ def read_calls(records: Iterable[Json], machine: Machine, limit_w: float) -> lis
     """Single calls and the device at rest, whose name is `rest`."""
     points = []
     for record in records:
-        if record.get("power") and record.get("power_w"):
+        if "flops" in record and record.get("power_w"):
             flops, moved = record["flops"] / record["seconds"], record["bytes"] / record["seconds"]
             running = float(record["power"] != "rest")
             shares = Shares(flops / machine.peak, moved / machine.bandwidth, running)

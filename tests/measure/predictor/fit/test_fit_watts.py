@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from flopcalc.measure.predictor.fit import watts
+from flopcalc.measure.predictor.fit.cases import model_cases
 from flopcalc.measure.predictor.fit.watts import PowerPoint, fit_points, fit_watts, read_calls
+from flopcalc.measure.predictor.runs import get_config, list_metered_steps
 from flopcalc.prediction.watts import Shares, draw_power
 
 MACHINE: Any = SimpleNamespace(peak=1000e12, bandwidth=4e12, device=SimpleNamespace(tdp_w=700.0))
@@ -81,6 +83,17 @@ def test_steps_are_read_over_the_time_that_they_took(monkeypatch: pytest.MonkeyP
     shares = Shares(0.1, 0.2, 0.5)
     assert found == [PowerPoint("m", shares, pytest.approx(0.8)), PowerPoint("m", shares, pytest.approx(0.4))]
     assert asked == [0.6, 0.5]
+
+
+def test_a_metered_step_has_the_work_of_its_adapters() -> None:
+    rows = [row for row in list_metered_steps("quick").values() if row["model"] == "qwen2.5-0.5b"]
+    (lora,) = rows
+    whole = {name: value for name, value in lora.items() if name != "lora"}
+    modelled = model_cases([whole, lora], get_config, "h200-sxm")
+    assert [each.estimator.recipe.lora is not None for each in modelled] == [False, True]
+    assert modelled[0].work != modelled[1].work
+    # Records of such steps are no single calls.
+    assert read_calls([{**lora, "power_w": 500.0, "energy_j": 1.0}], MACHINE, 500.0) == []
 
 
 def test_rest_is_no_row_of_the_fit() -> None:
