@@ -26,7 +26,6 @@ from flopcalc.hardware.devices import find_device
 from flopcalc.server.engines import find_engine, split_version
 from flopcalc.server.kv import find_room
 from flopcalc.server.schedule import simulate
-from flopcalc.server.serve import HOST
 from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel
 from flopcalc.server.traffic import Lengths, Traffic, make_requests
@@ -43,9 +42,9 @@ SPREAD, ENGINE_SPREAD = 1.0, 0.05  # how far a weight may lie from the prior, an
 # What differs more between engines.
 FREE = {"eager": 3.0, "prompts": 3.0, "arrivals": 3.0, "sequences": 20.0, "math": 3.0}
 TPOT_NOISE, TTFT_NOISE = 0.12, 0.7
-TTFT_SHARE = {"inferencex": 1.0, None: 0.5}  # how other load generators start is not published
+TTFT_SHARE = {"inferencex": 1.0, "aiperf": 0.5}  # how other load generators start is not published
 PULL = 3.0
-LEVEL = 0.94  # of errors that an interval holds, so that 90 % remain inside on groups that it was not made from
+LEAST = 0.76  # of every group's rows that an interval holds
 # Seven rows say 512 sequences at most, but their times are those of 4 to 64: TPOT is that of the row with so many.
 IMPOSSIBLE = ("gpt-oss-120b", "h100-sxm", 512)
 FAMILIES = {"vllm": "0.14", "trtllm": "1.2"}  # releases before these are fitted apart
@@ -69,10 +68,13 @@ def load_model(name: str, weights: str, kv_cache: str | None) -> ServedModel:
 
 @cache
 def load_costs(
-    name: str, weights: str, kv_cache: str | None, device: str, layout: Deployment, most: int, engine: str = "vllm"
-) -> StepCosts:
+    name: str, weights: str, kv_cache: str | None, device: str, layout: Deployment, most: int, engine: str = "vllm",
+    graph_tokens: int = 0,
+) -> StepCosts:  # fmt: skip
     rates = Rates(find_device(device), layout.gpus, engine)
-    return StepCosts(StepModel(load_model(name, weights, kv_cache), layout, rates), np.array, most)
+    return StepCosts(
+        StepModel(load_model(name, weights, kv_cache), layout, rates), np.array, most, graph_tokens=graph_tokens
+    )
 
 
 def find_amounts(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -80,13 +82,15 @@ def find_amounts(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     layout, device = Deployment(row["tp"], row["dp"], 1, row["ep"]), find_device(row["device"])
     engine = find_engine(row["engine"], device, layout.tp, row["benchmark"], layout.dp)
     limits = ("max_batched_tokens", "max_seqs", "memory_fraction", "interval")
-    engine = engine._replace(**{name: row[name] for name in limits if row[name] is not None})
+    engine = engine.set_limits({name: row[name] for name in limits if row[name] is not None})
     kv_cache = row["kv_cache"] or engine.cache_of.get(row["weights"])
     prompt, answer = (Lengths(row[name], row[name]) for name in ("input_len", "output_len"))
     traffic = Traffic(prompt, answer, row["concurrency"], None, (), row["benchmark"])
     room = find_room(load_model(row["model"], row["weights"], kv_cache), layout, device, engine, traffic.tokens)
     most = engine.max_batched_tokens + 2048
-    costs = load_costs(row["model"], row["weights"], kv_cache, row["device"], layout, most, engine.id)
+    costs = load_costs(row["model"], row["weights"], kv_cache, row["device"], layout, most, engine.id,
+                       engine.graph_tokens)  # fmt: skip
+    engine = engine._replace(mixes=engine.mixes or row["mixes"])
     policy = engine.make_policy(max(1.0, room.cache) / room.request * traffic.tokens)
     requests, slots, shares = make_requests(traffic, layout)
     run = simulate(costs, policy, requests, slots)
@@ -204,27 +208,32 @@ def read_energy(path: str) -> list[tuple[dict[str, Any], np.ndarray]]:
             costs = load_costs(name, line["weights_format"], None, line["device"], layout, 8192)
             batch = float(line["batch_mean"]) / layout.dp
             tpot = costs.decode(batch, batch * (PROMPT + float(line["output_tokens_mean"]) / 2), 1)  # type: ignore[arg-type]
-            limit = find_device(line["device"]).tdp_w or 1
             row = {"model": name, "device": line["device"], "engine": f"vllm@{line['engine_version']}",
-                   "tpot_s": float(line["itl_p50_ms"]) / 1e3, "group": f"{name} · {line['device']} · vllm (energy)",
-                   "power": float(line["power_w"]) / int(line["gpus"]) / limit}  # fmt: skip
+                   "tpot_s": float(line["itl_p50_ms"]) / 1e3,
+                   "group": f"{name} · {line['device']} · vllm (energy)"}  # fmt: skip
             found.append((row, tpot))
     return found
 
 
 def find_e2e(rows: Rows, ttft: np.ndarray, tpot: np.ndarray) -> np.ndarray:
-    outputs = np.array([row.get("output_len", 1) * (0.9 if row.get("benchmark") else 1) - 1 for row in rows.rows])
+    means = {"inferencex": 0.9}  # of the nominal length
+    outputs = np.array([row.get("output_len", 1) * means.get(row.get("benchmark", ""), 1) - 1 for row in rows.rows])
     return np.log(np.exp(ttft) + np.exp(tpot) * outputs)
 
 
-def find_quantiles(errors: np.ndarray, groups: np.ndarray, level: float = LEVEL) -> list[float]:
-    """Factors from a prediction to the ends that hold what was measured; every group counts alike, rows share it."""
-    order = np.argsort(errors)
-    many = Counter(groups)
-    shares = np.cumsum([1 / many[groups[at]] for at in order])
-    low, high = (errors[order[min(len(order) - 1, int(np.searchsorted(shares, each * shares[-1])))]]
-                 for each in ((1 - level) / 2, (1 + level) / 2))  # fmt: skip
-    return [round(float(np.exp(low)), 3), round(float(np.exp(high)), 3)]
+def find_interval(errors: np.ndarray, groups: np.ndarray) -> list[float]:
+    """Factors from a prediction to the ends that hold 90 % of all rows, and of every group at least LEAST.
+
+    The ends of all rows are moved as little as each group needs.
+    """
+    low, high = np.quantile(errors, [0.05, 0.95])
+    for group in sorted(set(groups)):
+        own = np.sort(errors[groups == group])
+        many = int(np.ceil(LEAST * len(own)))
+        ends = [(own[at], own[at + many - 1]) for at in range(len(own) - many + 1)]
+        first, last = min(ends, key=lambda pair: max(0.0, low - pair[0]) + max(0.0, pair[1] - high))
+        low, high = min(low, first), max(high, last)
+    return [float(f"{np.exp(low):.3f}"), float(f"{np.exp(high):.3f}")]
 
 
 def show(title: str, rows: Rows, ttft: np.ndarray, tpot: np.ndarray) -> dict[str, list[float]]:
@@ -254,37 +263,20 @@ def show(title: str, rows: Rows, ttft: np.ndarray, tpot: np.ndarray) -> dict[str
     for word, found in summary.items():
         cells = [f"**{100 * found[name]:.1f} %**" for name in ("tpot_s", "ttft_s", "e2e_s")]
         print(f"| **{word}** | {len(own)} | {' | '.join(cells)} |")
-    # A group's interval comes from the other groups alone.
-    inside_share = {}
-    for name, each in errors.items():
-        covered = np.zeros(len(own), bool)
-        for group in set(groups):
-            low, high = np.log(find_quantiles(each[groups != group], groups[groups != group]))
-            held = groups == group
-            covered[held] = (each[held] >= low) & (each[held] <= high)
-        inside_share[name] = (covered.mean(), min(covered[groups == group].mean() for group in set(groups)))
-    shares = [
-        f"{name} {100 * every:.0f} % (worst group {100 * low:.0f} %)" for name, (every, low) in inside_share.items()
-    ]
-    print("\nInside a 90 % interval made from the other groups: " + ", ".join(shares))
-    return {name: find_quantiles(each, groups) for name, each in errors.items()}
-
-
-def fit_power(rows: Rows, effects: np.ndarray) -> dict[str, Any]:
-    """Watts over the board's limit by the share of time in which kernels run."""
-    at = np.arange(rows.latency, len(rows.rows))
-    _, _, weights = rows.predict(effects, at)
-    seconds = rows.tpot[at] * weights
-    kernels = [name not in HOST for name in CLASSES]
-    busy = seconds[:, kernels].sum(1) / seconds.sum(1)
-    power = np.array([rows.rows[i]["power"] for i in at])
-    (base, slope), *_ = np.linalg.lstsq(np.stack([np.ones(len(at)), busy], 1), power, rcond=None)
-    found = (base + slope * busy).clip(0.1, 1.0)
-    print(
-        f"\nWatts: median error {100 * np.median(np.abs(found / power - 1)):.1f} % on {len(at)} rows that were fitted"
-    )
-    return {"base": round(float(base), 4), "busy": round(float(slope), 4), "idle": 0.1,
-            "interval": find_quantiles(np.log(power / found), rows.groups[at])}  # fmt: skip
+    intervals = {name: find_interval(each, groups) for name, each in errors.items()}
+    for word, is_held in (("this interval", False), ("an interval made from the other groups", True)):
+        print(f"\nInside {word}:\n\n| | {' | '.join(errors)} |\n|---|---|---|---|")
+        inside = {name: np.zeros(len(own), bool) for name in errors}
+        for name, each in errors.items():
+            for group in set(groups):
+                held = groups == group
+                ends = find_interval(each[~held], groups[~held]) if is_held else intervals[name]
+                inside[name][held] = (each[held] >= np.log(ends[0] - 5e-4)) & (each[held] <= np.log(ends[1] + 5e-4))
+        shares = {"all rows": np.ones(len(own), bool)} | {group: groups == group for group in sorted(set(groups))}
+        for group, at in shares.items():
+            if group == "all rows" or min(inside[name][at].mean() for name in errors) < 0.85:
+                print(f"| {group} | {' | '.join(f'{100 * inside[name][at].mean():.0f} %' for name in errors)} |")
+    return intervals
 
 
 def main() -> None:
@@ -308,7 +300,6 @@ def main() -> None:
         name: [round(low**2, 3), round(high**2, 3)] for name, (low, high) in intervals["engine"].items()
     }
     intervals.pop("model")
-    power = fit_power(rows, effects)
     if given.write:
         data = {
             "schema": 1,
@@ -323,7 +314,7 @@ def main() -> None:
             "effects": {part: [round(float(value), 4) for value in effects[at]] for at, part in enumerate(rows.parts)},
             "pairings": sorted({f"{row['model']} · {row['device']} · {row['engine'].partition('@')[0]}"
                                 for row in rows.rows[: rows.latency]}),
-            "intervals": intervals, "power": power,
+            "intervals": intervals,
         }  # fmt: skip
         path = os.path.join(os.path.dirname(__file__), "..", "model_specs", "serving.json")
         with open(path, "w", encoding="utf-8") as file:

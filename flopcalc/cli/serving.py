@@ -15,6 +15,8 @@ from flopcalc.cli.pages import format_options, write_page
 from flopcalc.cli.streams import show_json
 from flopcalc.setup.setup import make_setup
 
+_MOST_POINTS = 50
+
 
 def _reads_lines(function: Callable[..., Any]) -> Callable[..., Any]:
     """--launch gives what its line says where no option does; --check needs no question at all."""
@@ -83,6 +85,8 @@ def serving(model: str, style: str, output: str | None, plot_file: str | None, g
     loads = [load.strip() for load in str(given.get("concurrency", "")).split(",")]
     if len(loads) == 1 and (plot_file is not None or style == "html"):
         raise WorkloadError("a curve needs a list, such as --concurrency 1,8,64")
+    if len(loads) > _MOST_POINTS:
+        raise WorkloadError(f"--concurrency: {len(loads):,} loads, more than the {_MOST_POINTS} of one curve")
     questions = [{**given, "concurrency": load} if load else given for load in loads]
     answers = [serve_setup(make_setup("serving", model, question)) for question in questions]
     if plot_file is not None:

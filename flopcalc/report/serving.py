@@ -26,6 +26,8 @@ def format_answer(found: ServingAnswer) -> str:
             if key in found.times:
                 value = found.times[key]
                 lines.append(f"{name}: {value.mid:,.0f} ({value.low:,.0f} … {value.high or 0:,.0f})")
+        if found.wh is not None:
+            lines.append(f"energy: {found.wh['per_million_output_tokens']:,.3g} Wh per million output tokens")
         if found.usd is not None:
             lines += wrap(
                 f"cost: ${found.usd['per_million_output_tokens']:,.3g} per million output tokens, "

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import csv
+from functools import lru_cache
 from typing import Any
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc.base.files import read_csv
 from flopcalc.hardware.devices import find_device, find_format_peak
-from flopcalc.server.served import read_model
+from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import Deployment, Rates, StepModel
 from flopcalc.setup.counting import bind_setup
 from flopcalc.setup.setup import make_setup
 
+_MOST_ROWS = 3000
 # A column's names in published tables.
 _COLUMNS = {"input": ("input_tokens", "input_len", "isl"), "output": ("output_tokens", "output_len", "osl"),
             "weights": ("weights_format", "weights"), "kv_cache": ("kv_format", "kv_cache")}  # fmt: skip
@@ -19,21 +21,22 @@ _COLUMNS = {"input": ("input_tokens", "input_len", "isl"), "output": ("output_to
 
 def check_rows(path: str) -> list[dict[str, Any]]:
     """A finding for each row of a CSV file; `faults` is empty where physics allows the row."""
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise WorkloadError(f"{path}: cannot be read: {error.strerror or error}") from None
+    rows = read_csv(path, _MOST_ROWS, WorkloadError)
     if not rows:
         raise WorkloadError(f"{path}: has no rows; its columns are model, device, tp, input_tokens, …, tpot_ms")
     return [{"line": number, "model": row.get("model"), **_check(row)} for number, row in enumerate(rows, 2)]
+
+
+@lru_cache(maxsize=64)
+def _load_model(name: str, formats: tuple[tuple[str, str], ...]) -> ServedModel:
+    return read_model(bind_setup(make_setup("serving", name, dict(formats)), "model"))
 
 
 def _check(row: dict[str, str]) -> dict[str, Any]:
     read = {name: next((row[each] for each in names if row.get(each)), "") for name, names in _COLUMNS.items()}
     try:
         formats = {name: read[name] for name in ("weights", "kv_cache") if read[name]}
-        model = read_model(bind_setup(make_setup("serving", row["model"].lower(), formats), "model"))
+        model = _load_model(row["model"].lower(), tuple(formats.items()))
         layout = Deployment(int(row["tp"]), int(row.get("dp") or 1), int(row.get("pp") or 1), int(row.get("ep") or 1))
         device, output = find_device(row["device"]), int(read["output"])
         ttft, tpot = float(row.get("ttft_ms") or 0) / 1e3, float(row["tpot_ms"]) / 1e3

@@ -17,6 +17,8 @@ from flopcalc.base.vocabulary import check_word
 from flopcalc.hardware.devices import Device
 from flopcalc.server.schedule import Policy
 
+_MOST_CHARACTERS = 10_000  # of a command line
+
 
 class Engine(NamedTuple):
     """One release of an engine, with its defaults on a device."""
@@ -40,10 +42,19 @@ class Engine(NamedTuple):
     cache_of: Mapping[str, str]  # format of weights -> format of the cache that checkpoints of it ask for
     interval: int = 1
     wait: int = 0
+    graph_tokens: int = 0  # steps with prompts are graphs up to this size
+    beside: Mapping[str, Mapping[str, int]] = MappingProxyType({})  # limit that is set -> what a benchmark sets with it
     logit_bytes: float = 6.0  # that a trial step's sampler holds for each logit
     command: str = "{model}"
     kv_names: Mapping[str, str] = MappingProxyType({})  # our name of a cache's format -> the engine's
     switches: Mapping[str, str] = MappingProxyType({})  # field above one -> a flag without a value
+    presence: Mapping[str, str] = MappingProxyType({})  # a flag without a value -> the field that it turns on
+
+    def set_limits(self, limits: Mapping[str, Any]) -> Engine:
+        changes: dict[str, Any] = {}
+        for name in limits:
+            changes.update(self.beside.get(name, {}))
+        return self._replace(**{**changes, **limits})
 
     def make_policy(self, cache_tokens: float) -> Policy:
         return Policy(self.max_batched_tokens, self.max_seqs, cache_tokens, self.mixes, self.chunks, self.reserves,
@@ -68,9 +79,15 @@ def split_version(text: str) -> tuple[int, ...]:
 def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None = None, dp: int = 1) -> Engine:
     """vllm, or vllm@0.15.1, with the defaults of that release on a device, and what a benchmark's scripts set."""
     name, _, version = text.partition("@")
+    if name == "transformers":
+        raise WorkloadError(
+            f"{spell('engine', name)}: its continuous batching was not measured; serving knows "
+            f"{', '.join(list_engines())}, and flopcalc predict times a step of transformers"
+        )
     name = check_word(name, list_engines(), "engine", WorkloadError, suggests=True)
     table = load_table(name)
     own, memory = split_version(version), device.memory_gb or 0.0
+    scripts = table.get("benchmark", {}).get(benchmark, {})
     try:
         release = [each for each in table["release"] if split_version(each["since"]) <= own][-1]
         limits = [
@@ -90,24 +107,40 @@ def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None
         return Engine(
             name, table["name"], version, table["mixes"], table["chunks"], table["reserves"], table["profiles"],
             table["budget"], table["overhead_gib"], table["rank_gib"], release["graph_gib"], table["block_size"],
-            limits["max_batched_tokens"], limits["max_seqs"], fraction, table["flags"], table.get("cache_of", {}),
-            wait=table.get("benchmark", {}).get(benchmark, {}).get("dp_wait", 0) if dp > 1 else 0,
+            limits["max_batched_tokens"], limits["max_seqs"], fraction, table["flags"], release.get("cache_of", {}),
+            wait=scripts.get("dp_wait", 0) if dp > 1 else 0,
+            graph_tokens=table.get("graph_tokens", 0), beside=scripts.get("beside", {}),
             logit_bytes=release.get("logit_bytes", 6.0), command=table["command"],
             kv_names=table.get("kv_names", {}), switches=table.get("switches", {}),
+            presence=table.get("presence", {}),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError) as error:
         raise SpecError(f"model_specs/engines/{name}.toml: {error} is wrong or missing") from None
+
+
+def split_words(line: str, field: str) -> list[str]:
+    """The words of a command line, as a shell reads them."""
+    if len(line) > _MOST_CHARACTERS:
+        raise WorkloadError(f"{spell(field)}: longer than {_MOST_CHARACTERS:,} characters")
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise WorkloadError(f"{spell(field)}: not a command line: {error}") from None
 
 
 def read_flags(engine: Engine, text: str) -> tuple[dict[str, str], list[str]]:
     """Flags as an engine spells them: fields with their values, and a note on each flag that is not read."""
     found: dict[str, str] = {}
     unread: list[str] = []
-    words = [part for word in shlex.split(text) for part in (word.split("=", 1) if word.startswith("-") else [word])]
+    given = split_words(text, "engine_args")
+    words = [part for word in given for part in (word.split("=", 1) if word.startswith("-") else [word])]
     at = 0
     while at < len(words):
         word, at = words[at], at + 1
         has_value = at < len(words) and not re.match(r"--?[a-zA-Z]", words[at])
+        if word in engine.presence:
+            found[engine.presence[word]] = "1"
+            continue
         if word in engine.flags:
             if not has_value:
                 raise WorkloadError(f"{spell('engine_args')}: {word} has no value")

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.server.engines import Engine, load_table
+from flopcalc.server.engines import Engine, load_table, split_words
 from flopcalc.server.step import Deployment
 
 # What a command line starts with, after `python -m` -> the engine.
@@ -16,7 +16,7 @@ _PROGRAMS = {"vllm": "vllm", "vllm.entrypoints.openai.api_server": "vllm", "sgla
 
 def read_launch(line: str) -> dict[str, Any]:
     """A line of `vllm serve`, `python -m sglang.launch_server` or `trtllm-serve` -> model, engine, engine_args."""
-    words = [word for word in shlex.split(line) if not word.startswith("\n")]
+    words = [word for word in split_words(line, "launch") if not word.startswith("\n")]
     while words and (words[0] in ("python", "python3", "-m") or "=" in words[0]):
         words.pop(0)
     engine = _PROGRAMS.get(words[0].rpartition("/")[2]) if words else None

@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 from flopcalc.server.step import StepCosts
 
+# A request that takes the place of one that ended comes while the next step runs already. Requests that come at one
+# time are read one after another, so many in a step.
+LAG, READ = 1, 2
+
 
 class Request(NamedTuple):
     """Lengths of a request, and when it comes; None: as soon as another ends."""
@@ -60,6 +64,7 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
     due: list[tuple[int, int]] = []  # (count of decode steps at which it ends, request)
     arrived: list[Any] = [None] * len(requests)
     first: list[Any] = [None] * len(requests)
+    shift: list[Any] = [None] * len(requests)
     last: list[Any] = [None] * len(requests)
     count = decodes = steps = 0
     keys = 0.0
@@ -69,24 +74,23 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
     partial: tuple[int, int] | None = None  # the prompt that is under way, and its tokens that are done
     is_open = bool(requests) and requests[0].arrival_s is not None
     following = since = 0
-    late: list[tuple[int, Any]] = []
+    late: deque[tuple[int, int]] = deque()  # (step at which it is seen, request)
 
     def bring(number: int) -> None:
-        """Requests that come at one time: the first makes the next step, the others are read during it."""
-        nonlocal following, late
+        """Requests come while the next step runs, and are seen some steps later; one that finds no work is at once."""
+        nonlocal following
         came = range(following, min(following + number, len(requests)))
-        for each in came:
+        for place, each in enumerate(came):
             arrived[each] = clock
-        waiting.extend(late)
-        waiting.extend((each, clock) for each in came[:1])
-        late = [(each, clock) for each in came[1:]]
+            late.append((steps + LAG + place // READ, each))
         following += len(came)
 
     if not is_open:
         bring(slots)
     while True:
-        if late and not (waiting or partial or decodes):
-            bring(0)
+        while late and (late[0][0] <= steps or not (waiting or partial or decodes)):
+            number = late.popleft()[1]
+            waiting.append((number, arrived[number]))
         if is_open:
             while following < len(requests) and (requests[following].arrival_s or 0.0) <= clock:
                 arrived[following] = requests[following].arrival_s
@@ -118,7 +122,7 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
             if waiting and policy.wait:
                 ahead = max(1, min(ahead, since + policy.wait - count))
             if late:
-                ahead = 1
+                ahead = max(1, min(ahead, late[0][0] - steps))
             if is_open and following < len(requests):
                 single = costs.decode(decodes, float(keys), 1)
                 gap = (requests[following].arrival_s or 0.0) - clock
@@ -137,7 +141,8 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
         ended = 0
         for number in ready:
             request = requests[number]
-            first[number] = clock + costs.prompt
+            shift[number] = costs.find_shift(sum(size for size, _ in chunks))
+            first[number] = clock + shift[number]
             if request.output > 1:
                 heapq.heappush(due, (count + policy.count_steps(request), number))
                 keys, decodes = keys + request.input + 1, decodes + 1
@@ -148,7 +153,7 @@ def simulate(costs: StepCosts, policy: Policy, requests: Sequence[Request], slot
         while due and due[0][0] <= count:
             _, number = heapq.heappop(due)
             request = requests[number]
-            last[number] = clock + costs.prompt
+            last[number] = clock + shift[number]
             keys -= request.input + 1 + policy.count_steps(request) * policy.per_step
             decodes, ended = decodes - 1, ended + 1
             reserved -= request.input + request.output

@@ -25,6 +25,7 @@ from flopcalc.server.traffic import Traffic, make_requests, read_share, read_tra
 from flopcalc.setup.counting import bind_setup
 from flopcalc.setup.setup import Setup
 
+_MOST_SLOTS = 2048  # that are simulated of a closed loop: others only wait
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs of the layouts that are looked at for the smallest that fits
 _SHOWN = ("p50", "p90", "p95", "p99")
 _BUSY = 0.95  # share of the time that a queue for prompts is taken to be busy at most
@@ -72,6 +73,7 @@ class ServingAnswer(NamedTuple):
     use: Mapping[str, float] = MappingProxyType({})  # mfu, bandwidth
     objectives: dict[str, Any] | None = None
     advice: str = ""
+    wh: dict[str, float] | None = None
 
     @property
     def gpus(self) -> int:
@@ -95,7 +97,7 @@ class ServingAnswer(NamedTuple):
             "time_shares": self.shares or None, "mfu": self.use.get("mfu"),
             "bandwidth_utilization": self.use.get("bandwidth"), "concurrency": self.traffic.concurrency,
             "objectives": self.objectives, "advice": self.advice or None, "command": self.command or None,
-            "usd": self.usd, "price_source": self.price or None, "notes": list(self.notes),
+            "usd": self.usd, "wh": self.wh, "price_source": self.price or None, "notes": list(self.notes),
         }  # fmt: skip
 
 
@@ -145,15 +147,16 @@ def _choose_engine(setup: Setup, device: Device, notes: list[str]) -> tuple[Engi
 def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
     """The engine with the limits that flags or fields say; fields win."""
     changes: dict[str, Any] = {}
-    for name in ("max_batched_tokens", "max_seqs", "block_size", "interval"):
+    for name in ("max_batched_tokens", "max_seqs", "block_size", "interval", "graph_tokens"):
         if name in flags:
             changes[name] = parse_size(flags[name], name)
         if setup.get(name) is not None:
             changes[name] = setup.get(name)
+    changes |= {name: True for name in ("mixes", "chunks") if name in flags}
     share = setup.get("memory_fraction", flags.get("memory_fraction"))
     if share is not None:
         changes["memory_fraction"] = read_share(share, "memory_fraction")
-    return engine._replace(**changes)
+    return engine.set_limits(changes)
 
 
 def _choose_layout(
@@ -178,6 +181,11 @@ def _choose_layout(
         if gpus % others:
             raise WorkloadError(f"{spell('gpus', gpus)} is no multiple of dp · pp = {others}")
         given["tp"] = gpus // others
+    ranks = given.get("tp", 1) * given.get("dp", 1)
+    if "attention_dp" in flags and given.get("tp", 1) % given.get("dp", 1) == 0:  # its tp counts these ranks too
+        ranks, given["tp"] = given.get("tp", 1), given.get("tp", 1) // given.get("dp", 1)
+    if "expert_parallel" in flags and model.experts > 1:
+        given.setdefault("ep", ranks)
     layout = Deployment(**given)
     if gpus is not None and gpus != layout.gpus:
         raise WorkloadError(f"{spell('gpus', gpus)} is not tp · dp · pp = {layout.gpus}")
@@ -247,19 +255,28 @@ def _run_load(answer: ServingAnswer, costs: StepCosts, traffic: Traffic) -> Load
     speculation = traffic.speculation
     policy = answer.engine.make_policy(answer.room.cache / answer.room.request * traffic.tokens)
     policy = policy._replace(per_step=speculation.tokens if speculation is not None else 1.0)
-    requests, slots, shares = make_requests(traffic, answer.layout)
+    # Of very many requests in flight most wait in line: all those beyond what runs wait longer by their share.
+    replicas = answer.layout.replicas
+    most = replicas * max(_MOST_SLOTS, 2 * min(answer.engine.max_seqs, answer.room.max_concurrency))
+    asked = traffic.concurrency or 0
+    requests, slots, shares = make_requests(traffic._replace(concurrency=min(asked, most)), answer.layout)
     run = simulate(costs, policy, requests, slots)
     is_full = (traffic.rate is not None or bool(traffic.requests)) and _is_saturated(run, requests)
-    return Load(traffic, requests, shares, run, _keep(run, requests, shares), is_full)
+    kept = _keep(run, requests, shares)
+    if asked > most:
+        line = (asked / most - 1) * _mean(kept["e2e_s"])
+        kept |= {name: [(value + line, share) for value, share in kept[name]] for name in ("ttft_s", "e2e_s")}
+    return Load(traffic, requests, shares, run, kept, is_full)
 
 
 def _settle_users(run: Callable[[Traffic], Load], traffic: Traffic) -> Load:
     """Users who think between requests: those in flight are the users times the share of time that they wait."""
-    low, high = 1, traffic.users
+    low, high, tried = 1, traffic.users, 1
     while low < high:  # more in flight wait longer, so the share grows with what is tried: one point is its own answer
-        middle = (low + high + 1) // 2
-        waits = run(traffic._replace(concurrency=middle)).mean("e2e_s")
-        low, high = (middle, high) if traffic.users * waits / (waits + traffic.think_s) >= middle else (low, middle - 1)
+        waits = run(traffic._replace(concurrency=tried)).mean("e2e_s")
+        found = int(traffic.users * waits / (waits + traffic.think_s))
+        low, high = (min(found, high), high) if found >= tried else (low, max(found, low))
+        tried = min((low + high + 1) // 2, 2 * low)
     return run(traffic._replace(concurrency=low))
 
 
@@ -279,7 +296,7 @@ def _split_workers(answer: ServingAnswer, costs: StepCosts, step: StepModel, tra
     mean = sum(request.input for request in own.requests) / len(own.requests)
     chunk = (round(mean - traffic.cached), traffic.cached)
     together = max(1, min(answer.engine.max_batched_tokens // chunk[0], asked // prefill))
-    alone, sent = costs.run([chunk], 0, 0.0) + costs.prompt, mean * answer.room.bytes_per_token / link
+    alone, sent = costs.run([chunk], 0, 0.0) + costs.find_shift(chunk[0]), mean * answer.room.bytes_per_token / link
     capacity = prefill * answer.layout.replicas * together / costs.run([chunk] * together, 0, 0.0)
     busy = asked / (alone + sent + own.mean("e2e_s") - own.mean("ttft_s")) / capacity
     if busy > 1:  # the others wait for a worker, so fewer decode
@@ -301,7 +318,7 @@ def _split_workers(answer: ServingAnswer, costs: StepCosts, step: StepModel, tra
 def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights, notes: list[str]) -> ServingAnswer:
     engine, layout, traffic, room = answer.engine, answer.layout, answer.traffic, answer.room
     drafts = traffic.speculation.drafts if traffic.speculation is not None else 0
-    costs = StepCosts(step, weights.weigh, engine.max_batched_tokens + 2048 * (1 + drafts), drafts)
+    costs = StepCosts(step, weights.weigh, engine.max_batched_tokens + 2048 * (1 + drafts), drafts, engine.graph_tokens)
 
     def run(asked: Traffic) -> Load:
         return _split_workers(answer, costs, step, asked) if any(asked.workers) else _run_load(answer, costs, asked)
@@ -319,36 +336,43 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     if load.is_full:
         notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean(values) for name, values in load.kept.items() if values}
+    # Where most of an answer's time is that to its first token, its interval is as wide as that one's.
+    first, ends = means["ttft_s"] / means["e2e_s"], dict(weights.intervals)
+    low, high = ends["e2e_s"]
+    ends["e2e_s"] = (first * ends["ttft_s"][0] + (1 - first) * low, first * ends["ttft_s"][1] + (1 - first) * high)
     times = {
-        name: _widen(weights, name, means[name], load.is_full and name != "tpot_s") for name in means if name != "itl_s"
-    }
+        name: Estimated(ends[name][0] * mean, mean, None if load.is_full and name != "tpot_s" else ends[name][1] * mean)
+        for name, mean in means.items() if name != "itl_s"
+    }  # fmt: skip
     outputs = _mean([(float(each.output), share) for each, share in zip(requests, shares, strict=True)])
     inputs = _mean([(float(each.input), share) for each, share in zip(requests, shares, strict=True)])
     if traffic.concurrency is not None:
         rate = traffic.concurrency * outputs / means["e2e_s"]
-    else:
+        slow, fast = rate / high, rate / low
+    else:  # a server that keeps up gives what is asked for
         rate = sum(each.output for each in requests) / load.run.clock * layout.replicas
-    low, high = weights.intervals["tpot_s"]
-    times["tokens_per_s"] = Estimated(rate / high, rate, rate / low)
-    times["tokens_per_s_per_gpu"] = Estimated(*(value / answer.gpus for value in (rate / high, rate, rate / low)))
+        slow, fast = rate / high, rate / low if load.is_full else rate
+        if traffic.rate is not None:
+            fast = max(rate, min(fast, traffic.rate * outputs))
+            keeps_up = not load.is_full and not run(traffic._replace(rate=traffic.rate * high)).is_full
+            slow = rate if keeps_up else slow
+    times["tokens_per_s"] = Estimated(slow, rate, fast)
+    times["tokens_per_s_per_gpu"] = Estimated(*(value / answer.gpus for value in (slow, rate, fast)))
     by_class = _split(step, load.run, requests, weights)
     mean = _find_mean(load.run, requests, sum(by_class.values()))
     power = find_server_watts(step.model, layout, answer.device, mean)
     if power is not None:
         times["power_w"] = Estimated(*(watts * answer.gpus / layout.gpus for watts in power))
     price = find_price(answer.device, setup.get("price"))
-    usd = None
-    if price is not None:
-        hour = answer.gpus * price.usd_per_gpu_hour
-        each = hour / 3600 / rate
-        usd = {"per_hour": hour, "per_million_output_tokens": 1e6 * each,
-               "per_million_tokens": 1e6 * each * outputs / (inputs + outputs)}  # fmt: skip
+    hour = answer.gpus * price.usd_per_gpu_hour if price is not None else 0.0
+    usd = {"per_hour": hour, **_spread(hour / 3600, rate, inputs / outputs)} if price is not None else None
+    wh = _spread(times["power_w"].mid / 3600, rate, inputs / outputs) if "power_w" in times else None
     if weights.evidence != "pairing":
         notes.append(_EVIDENCE[weights.evidence])
     found = answer._replace(
         traffic=traffic, times=times, percentiles={name: _find_percentiles(values) for name, values in
                                                    load.kept.items() if values},
-        shares=_name_shares(by_class), usd=usd, price=price.source if price is not None else "",
+        shares=_name_shares(by_class), usd=usd, wh=wh, price=price.source if price is not None else "",
     )  # fmt: skip
     decodes = max(1.0, rate / (layout.replicas * (traffic.workers[1] or 1)) * means.get("tpot_s", means["e2e_s"]))
     seconds = sum(by_class.values())
@@ -360,6 +384,13 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         objectives=_judge(found, load, run, rate) if traffic.objectives else None,
         advice=_advise(found, step.model), notes=tuple(dict.fromkeys(notes)),
     )  # fmt: skip
+
+
+def _spread(per_second: float, rate: float, inputs: float) -> dict[str, float]:
+    """What a second costs, over a million tokens: all of it over the output, over the input, or over both."""
+    each = 1e6 * per_second / rate
+    return {"per_million_output_tokens": each, "per_million_input_tokens": each / inputs,
+            "per_million_tokens": each / (1 + inputs)}  # fmt: skip
 
 
 def _meets(load: Load, names: Sequence[str]) -> bool:
@@ -454,11 +485,6 @@ def _find_percentiles(values: Weighted) -> dict[str, float]:
         while wanted and seen >= wanted[0][1] * total * (1 - 1e-12):
             found[wanted.pop(0)[0]] = value
     return found
-
-
-def _widen(weights: Weights, name: str, value: float, is_unbounded: bool) -> Estimated:
-    low, high = weights.intervals[name]
-    return Estimated(low * value, value, None if is_unbounded else high * value)
 
 
 def _is_saturated(run: Run, requests: Sequence[Request]) -> bool:

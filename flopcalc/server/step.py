@@ -294,8 +294,10 @@ class StepCosts:
     """
 
     def __init__(
-        self, step: StepModel, weigh: Callable[[Sequence[float]], Any], most_tokens: int, drafts: int = 0
-    ) -> None:
+        self, step: StepModel, weigh: Callable[[Sequence[float]], Any], most_tokens: int, drafts: int = 0,
+        graph_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self.graph_tokens = graph_tokens  # steps with prompts up to this size are graphs, as decodes are
         self.drafts, self.draft_share = drafts, drafts / step.model.layers
         self.grid = _make_grid(most_tokens)
         self.table = [weigh(step.count_tokens(tokens)) for tokens in self.grid]
@@ -307,21 +309,25 @@ class StepCosts:
         self.pair = weigh(_place("attention", pair))
         self.bounded = [(weigh(_place("attention", seconds)), length) for seconds, length in bounded]
         self.eager = weigh(_place("eager", float(step.model.kernels)))  # steps with prompts are launched call by call
+        self.arrival = weigh(_place("arrivals", 1.0))  # the server around the engine
+        self.zero = self.arrival * 0
         self.prompt = weigh(_place("prompts", float(step.model.kernels)))  # passes by while others decode
-        self.prompt = self.prompt + weigh(_place("arrivals", 1.0))
-        self.zero = self.prompt * 0
 
     def run(self, prompt: Sequence[tuple[int, int]], decodes: int, keys: float) -> Any:
         """A step: chunks of prompts (tokens, tokens before them) and decodes that read `keys` tokens in all."""
         tokens = sum(chunk for chunk, _ in prompt)
         checked = decodes * (1 + self.drafts)
         seconds = self.read(self.table, tokens + checked) + self.read(self.heads, checked + len(prompt))
-        seconds = seconds + self.eager + self._draft(decodes)
+        seconds = seconds + self._draft(decodes) + (self.zero if tokens + decodes <= self.graph_tokens else self.eager)
         for chunk, before in prompt:
             seconds = seconds + self.pair * (chunk * (before + chunk / 2))
             for each, window in self.bounded:
                 seconds = seconds + each * (chunk * min(window, before + chunk / 2))
         return seconds + self._read_keys(decodes, keys) if decodes else seconds
+
+    def find_shift(self, tokens: int) -> Any:
+        """What a request waits for beside steps, by the prompt tokens of the step that made its first token."""
+        return self.arrival if tokens <= self.graph_tokens else self.arrival + self.prompt
 
     def decode(self, decodes: int, keys: float, steps: int) -> Any:
         """So many steps of decodes alone; `keys` are those of the first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import random
@@ -10,6 +9,7 @@ import re
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.files import MAX_TOML_BYTES, read_csv, read_text
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import parse_size
 from flopcalc.server.schedule import Request
@@ -20,6 +20,8 @@ from flopcalc.setup.setup import Setup
 _LEAST = 0.8  # InferenceX draws lengths from 80 to 100 % of the nominal ones
 _WAVES = 10  # and sends ten requests a slot
 _OPEN_REQUESTS = 600  # of a simulation with arrivals; the first fifth is left out
+_MOST_REQUESTS, _LATEST_S = 100_000, 1e9  # of a file
+_MOST_SLOTS = 1 << 14  # requests in flight of one replica: a simulation takes a second
 _SEED = 0
 
 
@@ -107,8 +109,8 @@ def _read_lengths(value: Any, name: str) -> Lengths:
     """8k, 6.5k..8k, or a file with a length on each line."""
     text = str(value)
     if os.path.isfile(text):
-        with open(text, encoding="utf-8") as file:
-            values = tuple(parse_size(line.strip(), name) for line in file if line.strip())
+        lines = read_text(text, MAX_TOML_BYTES, WorkloadError).splitlines()
+        values = tuple(parse_size(line.strip(), name) for line in lines if line.strip())
         if not values:
             raise WorkloadError(f"{text}: has no lengths; give one on each line")
         return Lengths(min(values), max(values), values)
@@ -154,7 +156,8 @@ def read_traffic(setup: Setup, model: ServedModel) -> Traffic:
     speculation = _read_speculation(setup.get("speculative")) if setup.get("speculative") is not None else None
     if setup.get("requests") is not None:
         if any(value is not None for value in asked.values()):
-            raise WorkloadError(f"{spell('requests')} says the lengths: leave input_len and output_len out")
+            given = f"{spell('input_len')} and {spell('output_len')}"
+            raise WorkloadError(f"{spell('requests')} says the lengths: leave {given} out")
         if any(workers) or objectives:
             raise WorkloadError(f"{spell('requests')} takes neither objectives nor separate workers")
         none = Lengths(0, 0)
@@ -174,6 +177,8 @@ def read_traffic(setup: Setup, model: ServedModel) -> Traffic:
         cached = (
             round(read_share(hit, "prefix_hit") * prompt.high) if is_share else parse_size(str(hit), "prefix_hit", 0)
         )
+        if cached > prompt.high:
+            raise WorkloadError(f"{spell('prefix_hit', hit)} is more than the {prompt.high:,} tokens of a prompt")
         cached = min(cached, prompt.high - 1)  # the last token is always computed
     concurrency, rate = setup.get("concurrency"), setup.get("rate")
     users = setup.get("users") or 0
@@ -198,20 +203,16 @@ def _read_workers(setup: Setup) -> tuple[int, int]:
 def _read_requests(path: str) -> tuple[Request, ...]:
     """A CSV file of arrival_s,input,output."""
     found = []
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file), 2):
-                try:
-                    request = Request(int(row["input"]), int(row["output"]), float(row["arrival_s"]))
-                except (KeyError, TypeError, ValueError):
-                    raise WorkloadError(
-                        f"{path}: line {number} is not arrival_s,input,output, as 0.5,1024,128"
-                    ) from None
-                if request.input < 1 or request.output < 1 or not 0 <= (request.arrival_s or 0.0) < math.inf:
-                    raise WorkloadError(f"{path}: line {number}: lengths start at 1, arrivals at 0 seconds")
-                found.append(request)
-    except OSError as error:
-        raise WorkloadError(f"{path}: cannot be read: {error.strerror or error}") from None
+    for number, row in enumerate(read_csv(path, _MOST_REQUESTS, WorkloadError), 2):
+        try:
+            request = Request(int(row["input"]), int(row["output"]), float(row["arrival_s"]))
+        except (KeyError, ValueError):
+            raise WorkloadError(f"{path}: line {number} is not arrival_s,input,output, as 0.5,1024,128") from None
+        if request.input < 1 or request.output < 1 or not 0 <= (request.arrival_s or 0.0) <= _LATEST_S:
+            raise WorkloadError(
+                f"{path}: line {number}: lengths start at 1, arrivals lie between 0 and {_LATEST_S:g} seconds"
+            )
+        found.append(request)
     if not found:
         raise WorkloadError(f"{path}: has no requests; its lines are arrival_s,input,output")
     return tuple(sorted(found, key=lambda each: each.arrival_s or 0.0))
@@ -224,7 +225,7 @@ def make_requests(traffic: Traffic, layout: Deployment) -> tuple[list[Request], 
     if traffic.requests:
         own = list(traffic.requests[::replicas])
         return own, 0, [1.0] * len(own)
-    least = 1.0 if traffic.benchmark is None else _LEAST
+    least = _LEAST if traffic.benchmark == "inferencex" else 1.0
 
     def draw(arrival: float | None) -> Request:
         size, output = traffic.input.draw(source, least), traffic.output.draw(source, least)
@@ -238,8 +239,15 @@ def make_requests(traffic: Traffic, layout: Deployment) -> tuple[list[Request], 
         first = _OPEN_REQUESTS // 5
         return own, 0, [0.0] * first + [1.0] * (_OPEN_REQUESTS - first)
     slots = max(1, -(-(traffic.concurrency or 1) // replicas))
+    if slots > _MOST_SLOTS:
+        raise WorkloadError(
+            f"{traffic.concurrency or 1:,} requests in flight are {slots:,} for each of {replicas} replicas; "
+            f"up to {_MOST_SLOTS:,} are simulated"
+        )
     waves = _WAVES if slots <= 32 else 6 if slots <= 128 else 4
     own = [draw(None) for _ in range(slots * waves)]
-    # Fewer waves are simulated than run: the first, in which all wait for all, keeps its weight of one tenth.
-    share, others = 1 / _WAVES, (1 - 1 / _WAVES) / (waves - 1)
+    # A benchmark's first wave, in which all wait for all, keeps its weight though fewer waves are simulated than run;
+    # without a benchmark a server in its steady state is meant, and it counts for nothing.
+    share = 1 / _WAVES if traffic.benchmark is not None else 0.0
+    others = (1 - share) / (waves - 1)
     return own, slots, [share] * slots + [others] * (len(own) - slots)

@@ -193,6 +193,14 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "--execution", "--optimizer", "--top", "--lora", "--freeze", "--image", "--nope",
     ),
 }  # fmt: skip
+SERVED = (
+    "--input-len", "--output-len", "--concurrency", "--rate", "--users", "--think", "--ttft", "--itl", "--prefix-hit",
+    "--speculative", "--disaggregate", "--engine", "--engine-args", "--launch", "--max-seqs", "--max-batched-tokens",
+    "--memory-fraction", "--tp", "--pp", "--dp", "--ep", "--weights", "--kv-cache", "--price", "--benchmark", "--nope",
+)  # fmt: skip
+LOADS = ("1,8,64", "16384", "1k..2k", "500ms@p99", "k=3,accept=0.7", "k=0,accept=2", "2p4d", "0p1d", "r.csv", "'",
+         "vllm serve gpt2 --max-num-seqs 0", "vllm serve 'x", "--tensor-parallel-size x", "--max-num-seqs=4", "vllm",
+         "sglang@9", "inferencex", "mxfp4")  # fmt: skip
 # What a command cannot do without; of options that are given twice, the last counts.
 NEEDED = {
     "translate": ("--mfu", "40%", "--from", "6nd", "--device", "h200"),
@@ -213,6 +221,21 @@ def draw_command(rng: random.Random) -> Case:
         arguments.append(rng.choice(OPTIONS[command]))
         arguments += [rng.choice(WORDS)] if rng.random() < 0.95 else []
     return Case(arguments)
+
+
+def draw_serving(rng: random.Random) -> Case:
+    """A deployment with its load, and tables of requests or of measured rows."""
+    arguments = ["serving", rng.choice(("llama-3.2-1b", "mixtral-8x7b", "gpt2")), "--device", "h100", "--json"]
+    row = [rng.choice(("0.5", "128", "16", *WORDS)) for _ in range(3)]
+    text = "arrival_s,input,output\n0,128,16\n" + ",".join(row).replace("\ud800", "?") + "\n"
+    if rng.random() < 0.3:
+        table = text if rng.random() < 0.5 else text.replace("arrival_s,input,output", "model,tp,tpot_ms")
+        option = rng.choice(("--requests", "--check", "--input-len"))
+        return Case([*arguments, option, "r.csv"], {"r.csv": spoil_bytes(bytearray(table.encode()), rng)})
+    arguments += ["--input-len", "128", "--output-len", "16"]
+    for _ in range(rng.randrange(4)):
+        arguments += [rng.choice(SERVED), rng.choice((*WORDS, *LOADS))]
+    return Case(arguments, {"r.csv": text.encode()})
 
 
 # --- Values in files --------------------------------------------------------------------------------------------------
@@ -508,7 +531,7 @@ KINDS: dict[str, tuple[Draw, int]] = {
     "command": (draw_command, 150), "config": (draw_config, 40), "spec": (draw_spec, 25), "table": (draw_table, 10),
     "predictor": (draw_predictor, 6), "results": (draw_results, 20), "launch": (draw_launch, 60),
     "header": (draw_header, 40), "bomb": (draw_bomb, 20), "pipeline": (draw_pipeline, 20), "image": (draw_image, 30),
-    "page": (draw_page, 40), "pattern": (draw_pattern, 0), "large": (draw_large, 0),
+    "page": (draw_page, 40), "serving": (draw_serving, 20), "pattern": (draw_pattern, 0), "large": (draw_large, 0),
 }  # fmt: skip
 
 

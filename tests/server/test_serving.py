@@ -109,7 +109,10 @@ def test_distinct_experts(tokens: float, expected: float) -> None:
 class _Clock:
     """A step takes one second, and a millisecond more for each token of a prompt."""
 
-    zero = prompt = 0.0
+    zero = 0.0
+
+    def find_shift(self, tokens: int) -> float:  # noqa: ARG002
+        return 0.0
 
     def run(self, prompt: list[tuple[int, int]], decodes: int, keys: float) -> float:  # noqa: ARG002
         return 1.0 + sum(size for size, _ in prompt) / 1000
@@ -140,6 +143,15 @@ class _Clock:
         (Policy(4096, 8, 1500, reserves=True), [Request(1000, 3)] * 2, 2, [(2.0, 4.0), (6.0, 8.0)]),
         # Of the prompt 900 tokens are cached.
         (Policy(4096, 8, 1e9), [Request(1000, 1, None, 900)], 1, [(1.1, 1.1)]),
+        # The third comes when the first has ended, while the next step runs: it is in the step after that.
+        (
+            Policy(4096, 8, 1e9),
+            [Request(1000, 3), Request(1000, 9), Request(1000, 2)],
+            2,
+            [(2.0, 5.0), (4.0, 13.0), (3.0, 4.0)],
+        ),
+        # Of three that come at once two are read by the end of the first step.
+        (Policy(4096, 8, 1e9), [Request(1000, 1)] * 3, 3, [(2.0, 2.0), (4.0, 4.0), (6.0, 6.0)]),
         # Arrivals: the second comes while the first decodes.
         (Policy(4096, 8, 1e9), [Request(1000, 5, 0.0), Request(1000, 2, 2.5)], 0, [(2.0, 7.0), (2.5, 3.5)]),
     ],
@@ -149,6 +161,61 @@ def test_schedule(
 ) -> None:  # fmt: skip
     run = simulate(_Clock(), policy, requests, slots)  # type: ignore[arg-type]  # what simulate asks of StepCosts
     assert [pytest.approx(pair) for pair in expected] == [tuple(served) for served in run.requests]
+
+
+def test_time_to_first_token_within_graphs() -> None:
+    """A step of prompts that is a graph is launched at once: a larger graph makes the first token come sooner."""
+    asked = {**_ASKED, "input_len": 1000}
+    found = [flopcalc.serving("llama-3.1-8b", **asked, engine_args=f"--max-cudagraph-capture-size {size}")
+             for size in (512, 2048)]  # fmt: skip
+    assert found[1].times["ttft_s"].mid < 0.8 * found[0].times["ttft_s"].mid
+
+
+def test_layout_of_attention_ranks() -> None:
+    """SGLang counts the ranks of data parallel attention in --tp; vLLM spreads experts by a flag without a value."""
+    asked: dict[str, Any] = {
+        "device": "h200",
+        "weights": "fp8-block",
+        "input_len": 1024,
+        "output_len": 64,
+        "concurrency": 8,
+    }
+    sglang = flopcalc.serving(
+        "deepseek-r1", **asked, engine="sglang", engine_args="--tp 8 --dp 8 --enable-dp-attention"
+    )
+    vllm = flopcalc.serving("deepseek-r1", **asked, engine_args="-tp 8 --enable-expert-parallel")
+    assert (sglang.layout, vllm.layout) == (Deployment(tp=1, dp=8), Deployment(tp=8, ep=8))
+
+
+def test_tokens_per_second_of_a_rate() -> None:
+    """A server that keeps up gives what is asked for; past that no more than is asked for."""
+    asked: dict[str, Any] = {"device": "h100", "tp": 1, "input_len": 1024, "output_len": 128}
+    light, heavy = (flopcalc.serving("llama-3.1-8b", **asked, rate=rate).times["tokens_per_s"] for rate in (2, 200))
+    assert light.low == light.mid == light.high
+    assert light.mid == pytest.approx(2 * 128, rel=0.1)
+    assert heavy.low < heavy.mid < (heavy.high or 0) < 200 * 128
+
+
+def test_energy_of_a_million_tokens() -> None:
+    found = flopcalc.serving("llama-3.1-8b", **_ASKED)
+    assert found.wh is not None
+    seconds = 1e6 / found.times["tokens_per_s"].mid
+    assert found.wh["per_million_output_tokens"] == pytest.approx(found.times["power_w"].mid * seconds / 3600)
+    assert found.wh["per_million_input_tokens"] == pytest.approx(found.wh["per_million_output_tokens"] / 8)
+
+
+def test_first_token_alone() -> None:
+    """Without a second token, end to end is the first token, and has its interval."""
+    found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "output_len": 1}).times
+    assert found["e2e_s"] == pytest.approx(found["ttft_s"])
+
+
+def test_line_of_waiting_requests() -> None:
+    """Beyond what is simulated requests only wait: tokens per second stay, and the time in line grows with the load."""
+    asked = {**_ASKED, "output_len": 32}
+    few, many = (flopcalc.serving("llama-3.1-8b", **{**asked, "concurrency": load}).times for load in (4096, 40960))
+    assert many["tokens_per_s"].mid == pytest.approx(few["tokens_per_s"].mid, rel=0.01)
+    assert many["e2e_s"].mid == pytest.approx(10 * few["e2e_s"].mid, rel=0.01)
 
 
 def test_answer() -> None:
