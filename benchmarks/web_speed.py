@@ -1,4 +1,4 @@
-"""How fast the page is: a bare Pyodide's start, the first live answer, and what a slider, a prediction and a plan take.
+"""How fast the page is: a bare Pyodide's start, the first live answer, and what its questions take beside plain Python.
 
 python benchmarks/web_speed.py [--pyodide DIR] [--rounds N]    needs chromium and playwright
 
@@ -8,12 +8,15 @@ Times depend on the machine; the ratio of the first answer to a bare Pyodide in 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+from flopcalc.web.answers import answer
 from flopcalc.web.build import build_site
 from flopcalc.web.serve import make_server
 
@@ -27,12 +30,12 @@ const lockFileContents = {packages: {}, info: {
   abi_version: "2026_0", arch: "wasm32", platform: "emscripten_5_0_3", python: "3.14.2"}};
 await loadPyodide({indexURL: new URL("./pyodide/", import.meta.url).href, createPyodideModule, lockFileContents});
 postMessage("ready");"""
-ASK = """async ([question, times]) => {
+ASK = """async ([question, field, times]) => {
   const { Engine } = await import("./engine.js");
   const engine = window.bench ??= new Engine();
   const found = [];
   for (let round = 0; round < times + 1; round += 1) {
-    question.setup.seq = String(2048 + 128 * round);
+    question.setup[field] = String(1024 + 128 * round);
     const started = performance.now();
     const answer = await engine.ask("bench", question);
     if (answer.error) throw new Error(answer.error);
@@ -41,11 +44,15 @@ ASK = """async ([question, times]) => {
   return found;
 }"""
 START_MS = 600_000
-QUESTIONS = {
-    "FLOPs after a slider": ("flops", {"model": "qwen2-vl-7b"}, 20),
-    "prediction": ("time", {"model": "llama-3.1-8b", "device": "h200-sxm"}, 5),
-    "prediction of an MoE": ("time", {"model": "deepseek-v3", "device": "h200-sxm"}, 5),
-    "plan of 1,024 GPUs": ("plan", {"model": "llama-3.1-70b", "device": "h100-sxm", "gpus": "1024", "tokens": "2T"}, 1),
+SERVED = {"model": "llama-3.1-8b", "device": "h200-sxm", "output_len": "256", "concurrency": "16"}
+PLANNED = {"model": "llama-3.1-70b", "device": "h100-sxm", "gpus": "1024", "tokens": "2T"}
+# What is asked, the field that each round changes, and how many rounds.
+QUESTIONS: dict[str, tuple[str, dict[str, str], str, int]] = {
+    "FLOPs after a slider": ("flops", {"model": "qwen2-vl-7b"}, "seq", 20),
+    "prediction": ("time", {"model": "llama-3.1-8b", "device": "h200-sxm"}, "seq", 5),
+    "prediction of an MoE": ("time", {"model": "deepseek-v3", "device": "h200-sxm"}, "seq", 5),
+    "serving": ("serving", SERVED, "input_len", 5),
+    "plan of 1,024 GPUs": ("plan", PLANNED, "seq", 1),
 }
 
 
@@ -84,10 +91,22 @@ def measure(options: argparse.Namespace, address: str) -> None:
         page = browser.new_page()
         page.set_default_timeout(START_MS)
         page.goto(f"{address}bare.html")
-        for name, (what, setup, times) in QUESTIONS.items():
-            found = page.evaluate(ASK, [{"what": what, "setup": setup}, times])
-            print(f"{name:22}{statistics.median(found):8.0f} ms", flush=True)
+        for name, (what, setup, field, times) in QUESTIONS.items():
+            found = statistics.median(page.evaluate(ASK, [{"what": what, "setup": setup}, field, times]))
+            plain = statistics.median(ask_plain(what, setup, field, times))
+            print(f"{name:22}{found:8.0f} ms, {found / plain:4.1f} x plain Python", flush=True)
         browser.close()
+
+
+def ask_plain(what: str, setup: dict[str, str], field: str, times: int) -> list[float]:
+    """Milliseconds of the same questions in this Python."""
+    found = []
+    for round_ in range(times + 1):
+        question = json.dumps({"what": what, "setup": {**setup, field: str(1024 + 128 * round_)}})
+        started = time.perf_counter()
+        answer(question)
+        found.append(1000 * (time.perf_counter() - started))
+    return found[1:]
 
 
 def start(browser: Any, address: str, selector: str) -> float:

@@ -100,7 +100,8 @@ def save(data: bytes, path: Path) -> None:
     """With a palette: a page has few colours."""
     from PIL import Image
 
-    picture = Image.open(io.BytesIO(data)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    whole = Image.open(io.BytesIO(data)).convert("RGB")
+    picture = whole.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)  # keeps rare colours
     picture.save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size:,} bytes")
 

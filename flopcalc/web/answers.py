@@ -119,7 +119,7 @@ def list_unused(estimate: Estimate) -> list[str]:
         ("audio",): estimator.audio is not None,
         ("decoder_seq",): load.decoder is not None,
         ("routing", "ep", "expert_imbalance"): bool(list_routed(estimator.stages)),
-        ("sampling_steps", "guidance", "parts"): False,
+        ("sampling_steps", "guidance", "parts", "strength", "images_per_prompt", "references"): False,
     }
     return [name for names, is_used in is_there.items() if not is_used for name in names]
 
@@ -354,7 +354,7 @@ def _answer_curve(page: Page, over: str, of: str) -> Answer:
         points.append({"x": value, "y": found})
     if not points:
         raise FlopcalcError(problem)
-    return {"what": "curve", "over": over, "of": of, "points": points, "lines": write_lines(page, "flops")}
+    return {"what": "curve", "over": over, "of": of, "points": points, "lines": write_lines(page, of)}
 
 
 def _move(page: Page, over: str, value: int) -> Page:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES
 from flopcalc.base.spelling import KEYWORDS, spell_option
+from flopcalc.base.units import parse_size
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import Source, load_config
@@ -24,8 +25,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.json)", re.ASCII)  # of a preset; 
 _ROUTING = re.compile(r"(?:even|spread:.*|[\d\s,]*)", re.ASCII)  # no file: those of this machine are not read
 _MOST_FILES = 40
 _MOST_BOUND = 8
-# What needs this machine, or says again what another field says.
-_ELSEWHERE = ("spec", "download", "trace", "launch", "dtype", "gradient_checkpointing", "compile", "top", "requests")
+_ELSEWHERE = ("spec", "download", "trace", "launch", "requests")  # what needs files or code of a machine
+_HIDDEN = ("dtype", "gradient_checkpointing", "compile", "top")  # read, and not in the form: another field says it
 PLAN_RECOMPUTE = "plan_recompute"  # what a plan tries; a step has one
 _KEPT = ("gpus", "batch", "phase")  # said even where the value is the default
 _HINTS = {"step_time": "500ms", "tokens_per_second": "9k", "peak": "989T", "mfu": "40%", "tokens": "15T"}
@@ -58,17 +59,18 @@ class Page(NamedTuple):
 
 
 def list_page_fields() -> list[str]:
-    """The fields that a view of the page takes."""
+    """The fields that the page reads: those that a view takes."""
     views = set(_VIEWS.values())
-    taken = {name for name, field in FIELDS.items() if field.in_doors and views & set(field.commands)}
-    return [name for name in FIELDS if name in taken and name not in _ELSEWHERE] + [PLAN_RECOMPUTE]
+    taken = [name for name, field in FIELDS.items() if field.in_doors and views & set(field.commands)]
+    return [name for name in taken if name not in _ELSEWHERE] + [PLAN_RECOMPUTE]
 
 
 def describe_form(words: Mapping[str, tuple[str, ...]]) -> list[dict[str, Any]]:
     """The form's sections, made from the table: every field with its control, hint, words and slider."""
     sections = []
     for group in GROUPS:
-        names = [name for name in list_page_fields() if FIELDS.get(name, FIELDS["tp"]).group == group]
+        shown = [name for name in list_page_fields() if name not in _HIDDEN]
+        names = [name for name in shown if FIELDS.get(name, FIELDS["tp"]).group == group]
         if names:
             sections.append({"name": group, "fields": [_describe_field(name, words) for name in names]})
     return sections
@@ -96,6 +98,8 @@ def read_page(given: object) -> Page:
         raise FlopcalcError(f"a set-up is an object, not {format_value(given)}")
     known, fields = list_page_fields(), {}
     for name, value in given.items():
+        if name in _ELSEWHERE:
+            raise FlopcalcError(f"{name} needs files or code of a machine: the command line and Python take it")
         if name not in known and name not in ("model", "files"):
             raise FlopcalcError(f"a set-up has no {format_value(name)}.{format_nearest(str(name), known)}")
         if name not in ("model", "files"):
@@ -139,11 +143,12 @@ def list_given(page: Page, command: Command) -> dict[str, Any]:
     """The fields of the form that a command takes; the form serves all of them at once."""
     fields = list_fields(command)
     given = {name: value for name, value in page.fields.items() if name in fields}
-    if command == "plan":
-        given.pop("recompute", None)
-        if PLAN_RECOMPUTE in page.fields:
-            given["recompute"] = page.fields[PLAN_RECOMPUTE]
-    return {name: value for name, value in given.items() if value != fields[name].default or name in _KEPT}
+    given = {name: value for name, value in given.items() if value != fields[name].default or name in _KEPT}
+    if command == "plan" and PLAN_RECOMPUTE in page.fields:
+        given["recompute"] = page.fields[PLAN_RECOMPUTE]
+    elif command not in ("plan", "serving"):  # several degrees (1,2) are a plan's to try; a step has one of each
+        given = {name: value for name, value in given.items() if fields[name].kind != "degrees" or "," not in value}
+    return given
 
 
 def make_page_setup(page: Page, command: Command) -> Setup:
@@ -218,7 +223,8 @@ def write_lines(page: Page, what: str, op: str = "") -> dict[str, str]:
     command = _VIEWS[what]
     given = list_given(page, command)
     words, pieces = ["flopcalc", command, name_model(page)], [repr(name_model(page))]
-    many = f" * {page.fields['batch']}" if page.fields.get("batch", "1") not in ("", "1") and command != "plan" else ""
+    batch = parse_size(page.fields.get("batch", "1"), "batch")
+    many = f" * {batch}" if batch > 1 and command != "plan" else ""  # Python's lists are for the whole batch
     for name, value in given.items():
         if value is True:
             words.append(spell_option(name, ""))

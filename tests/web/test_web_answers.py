@@ -53,6 +53,7 @@ COUNTED: dict[str, dict[str, Any]] = {
     "default": DEFAULT,
     "sizes with suffixes": {"model": "llama-3.1-8b", "seq": "4k", "batch": "8", "grad_accum": "2"},
     "images": {"model": "qwen2-vl-7b", "text": "512", "image": ["1024x768", "640x480"], "batch": "2"},
+    "images, suffixed batch": {"model": "qwen2-vl-7b", "text": "64", "image": ["448x448"], "batch": "1k"},
     "images, fewer pixels": {"model": "qwen2-vl-7b", "text": "512", "image": ["1024x768"], "max_pixels": "200704"},
     "video": {"model": "qwen2-vl-7b", "text": "64", "video": ["640x480x16"]},
     "packed": {"model": "llama-3.1-8b", "lengths": "512,1024,512"},

@@ -269,7 +269,8 @@ def test_choices_are_what_the_command_line_knows() -> None:
     fields = {field["name"]: field for section in found["form"] for field in section["fields"]}
     assert list(fields["phase"]["words"]) == ["train", "forward", "prefill", "decode", "sample"]
     assert (fields["batch"]["slider"], fields["image"]["kind"], fields["autocast"]["kind"]) == ((0, 10), "list", "flag")
-    assert fields.keys() == {*list_page_fields()}
+    hidden = {"dtype", "gradient_checkpointing", "compile", "top"}  # another field of the form says it
+    assert fields.keys() == {*list_page_fields()} - hidden
 
 
 def test_data_cannot_end_its_element() -> None:
@@ -312,3 +313,11 @@ def test_server_sends_types_and_policy(site: Path) -> None:
             make_server(str(site), server.server_address[1])
         server.shutdown()
         thread.join()
+
+
+def test_the_documentation_knows_the_size_of_the_scripts() -> None:
+    size = sum(path.stat().st_size for path in Path(STATIC).rglob("*") if path.is_file() and "vendor" not in path.parts)
+    page = Path(__file__).parents[2] / "docs" / "web.md"
+    told = re.search(r"own scripts, styles and words \| (\d+) kB", page.read_text(encoding="utf-8"))
+    assert told is not None
+    assert float(told.group(1)) == pytest.approx(size / 1000, rel=0.1)

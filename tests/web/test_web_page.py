@@ -6,12 +6,14 @@ import base64
 import contextlib
 import io
 import json
+import re
 import shlex
 import shutil
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -611,3 +613,102 @@ def test_serving_view(page: Watched, capsys: Capture) -> None:
     panel = page.wait_for_view("serving")
     printed = run_line(capsys, read_line(page))
     assert f"{round(printed['tokens_per_s']['mid']):,} tokens/s" in panel.inner_text()
+
+
+def test_several_degrees_are_a_plans_to_try(page: Watched, capsys: Capture) -> None:
+    """The headline counts a step all the same; the plan's best layout stands in words, its time on a log axis."""
+    page.open(f"{SMALL}&device=h200-sxm&gpus=4&tokens=10B&tp=1,2&pp=1&view=plan")
+    panel = page.wait_for_view("plan")
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024 --gpus 4")["flops"]["total"])
+    printed = run_line(capsys, read_line(page))
+    best = printed["best"][0]["layout"]
+    words = panel.inner_text()
+    assert f"{best['dp']} data-parallel replicas" in words
+    assert f"micro-batches of {best['micro_batch']}" in words
+    heights = [float(each.get_attribute("y")) for each in panel.locator("svg.chart text.tick[text-anchor=end]").all()]
+    gaps = [one - other for one, other in pairwise(heights)]
+    assert len(gaps) > 1
+    assert max(gaps) > 1.05 * min(gaps)
+
+
+def test_roofline_names_its_points(page: Watched) -> None:
+    page.open(VIEWS["roofline"])
+    panel = page.wait_for_view("roofline")
+    names = panel.locator("svg.chart text.tag").all_text_contents()
+    assert 2 <= len(names) <= 6
+    assert set(names) <= {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "self_attn",
+        "lm_head",
+    }
+
+
+def test_curves_carry_the_letters_of_their_set_ups(page: Watched) -> None:
+    page.open(f"{SMALL}&b.model=qwen2.5-0.5b&b.seq=1k&view=curves&of=memory")
+    panel = page.wait_for_view("curves")
+    assert panel.locator("svg.chart text.letter").all_text_contents() == ["A", "B"]
+    assert read_line(page) == "flopcalc predict llama-3.2-1b --seq 1024 --memory"
+
+
+def test_the_answer_stands_on_a_phones_first_screen(driver: Any, site: Path, tmp_path: Path) -> None:
+    """Settings that few change are folded; a field that is asked for unfolds them."""
+    size = {"width": 390, "height": 844}
+    with launch(driver, tmp_path / "profile", viewport=size) as context, serve(site) as address:
+        page = Watched(context, address)
+        page.open(f"{SMALL}&lora=r")
+        page.page.locator("#e-lora").wait_for()
+        assert page.page.locator("details.more[open]").count() == 1
+        page.page.goto("about:blank")
+        page.open(SMALL)
+        page.wait_for_view("flops")
+        assert page.page.locator("details.more[open]").count() == 0
+        box = page.page.locator("#headline .figure").bounding_box()
+        assert box["y"] + box["height"] < size["height"]
+        assert page.problems == []
+
+
+def test_chinese_has_chinese_marks(page: Watched) -> None:
+    page.open(f"{VIEWS['plan']}&lang=zh")
+    panel = page.wait_for_view("plan")
+    headline = page.page.locator("#headline").inner_text()
+    words = panel.inner_text()
+    page.open(f"{SMALL}&lang=en")
+    page.wait_for_view("flops")
+    assert "：前向" in headline
+    assert "，反向" in headline
+    assert "路数据并行，" in words or "微批大小" in words
+    assert re.search(r"[\u4e00-\u9fff] ?[:,;(]", headline + words) is None
+
+
+def test_print_keeps_the_number_in_one_line(page: Watched) -> None:
+    page.open(SMALL)
+    page.wait_for_view("flops")
+    page.page.emulate_media(media="print")
+    exact = page.page.locator("#headline .exact").bounding_box()
+    hidden = [page.page.locator(each).is_hidden() for each in ("#inputs", "#views", ".exports", "#status")]
+    page.page.emulate_media(media="screen")
+    assert exact["height"] < 30
+    assert all(hidden)
+
+
+def test_a_quote_without_a_peak_names_the_field(page: Watched) -> None:
+    page.open(f"{SMALL}&mfu=40%25&from=palm&view=conventions")
+    panel = page.wait_for_view("conventions")
+    panel.locator("[role=alert]").filter(has_text="“Device”").wait_for()
+    panel.locator("table.quoted").filter(has_text="megatron").wait_for()  # what can be said is said
+
+
+def test_a_view_that_is_left_before_its_answer_leaves_no_mark(page: Watched) -> None:
+    page.open(f"{VIEWS['time']}&lang=en")
+    page.wait_for_view("time")
+    page.page.evaluate(
+        "() => { document.getElementById('tab-curves').click(); document.getElementById('tab-flops').click(); }"
+    )
+    page.wait_for_view("flops")
+    assert page.page.locator("#panel[aria-busy]").count() == 0

@@ -5,7 +5,7 @@ import { Dropped, Engine } from "./engine.js";
 import { copy, savePng, saveSvg, saveText, tablesToCsv } from "./exports.js";
 import { fetchHub, listDropped, readFiles } from "./files.js";
 import { Form } from "./form.js";
-import { choose, LANGUAGES, load, t, translatePage } from "./i18n.js";
+import { choose, LANGUAGES, list, load, says, t, translatePage } from "./i18n.js";
 import { add, bytes, exact, flops, percent, short } from "./numbers.js";
 import { LETTERS, makeState, read, VIEWS, write } from "./state.js";
 import * as conventions from "./views/conventions.js";
@@ -215,7 +215,7 @@ async function takeFiles(files, folder = "") {
   if (found.images.length) setup.image = [...(setup.image ?? []), ...found.images];
   if (found.launch) await takeLaunch(...found.launch);
   else await refresh();
-  if (found.problems.length) say(found.problems.join("; "), true);
+  if (found.problems.length) say(list(...found.problems), true);
 }
 
 async function takeHub(id) {
@@ -321,6 +321,7 @@ async function askView(mine) {
   if (!place.channel || listMissing().length) {
     if (slow.current) slow.cancel();
     shown = [];
+    find("panel").removeAttribute("aria-busy"); // of a view that was left before its answer came
     renderPanel();
     return;
   }
@@ -361,7 +362,7 @@ function saveAddress() {
   saving = setTimeout(async () => {
     const text = await write(state);
     if (text !== location.hash.slice(1)) history.replaceState(null, "", `#${text}`);
-    const names = state.setups.map((setup) => setup.model || Object.keys(setup.files ?? {})[0] || "").join(" | ");
+    const names = state.setups.map((setup) => nameModel(setup)).join(" | ");
     document.title = `flopcalc: ${names}`;
   }, 120);
 }
@@ -376,11 +377,13 @@ function render() {
   renderPanel();
 }
 
+const nameModel = (setup) => setup.model || Object.keys(setup.files ?? {})[0] || "";
+
 function renderSetups() {
   const buttons = state.setups.map((setup, at) => h("button", {
     type: "button", "aria-pressed": String(at === state.active), "data-setup": LETTERS[at],
     onclick: () => { state.active = at; render(); },
-  }, `${LETTERS[at]}: ${setup.model || Object.keys(setup.files ?? {})[0] || "?"}`));
+  }, `${LETTERS[at]}: ${nameModel(setup) || "?"}`));
   const change = (id, text, act) => h("button", { type: "button", id, onclick: () => {
     act();
     shown = [];
@@ -442,8 +445,8 @@ function showCount({ estimate, work: words }, at) {
     h("p", { class: "answer" }, h("strong", { class: "figure" }, flops(total)), " ",
       h("span", { class: "exact" }, "= ", h("span", { "data-total": "" }, exact(total)), " FLOPs"),
       at && first ? h("span", { class: "minor" }, ` ${t("headline.ratio", { ratio: (Number(total) / Number(first.flops.total)).toFixed(3) })}`) : null),
-    h("p", {}, `${words}: ${t("column.forward")} ${exact(estimate.flops.forward)}, ${t("column.backward")} ${exact(estimate.flops.backward)}`,
-      estimate.flops.recompute ? `, ${t("column.recompute")} ${exact(estimate.flops.recompute)}` : ""),
+    h("p", {}, says(words, list(...["forward", "backward", "recompute"].filter((name) => name !== "recompute" || estimate.flops.recompute)
+      .map((name) => `${t(`column.${name}`)} ${exact(estimate.flops[name])}`)))),
     h("p", {}, mfu ? [share("MFU", mfu), share("HFU", hfu), h("span", { class: "minor" }, t("headline.peak", { peak: short(mfu.peak_flops_per_s, "FLOP/s"), device: mfu.device ?? "" }))]
       : h("button", { type: "button", class: "link", onclick: () => form.open("step_time") }, t("headline.mfu"))),
     h("p", { class: "minor" }, facts.filter(Boolean).join(" · ")),
@@ -495,7 +498,7 @@ function renderPanel() {
   const count = state.setups.length;
   const across = Math.max(1, Math.min(place.isJoint ? 1 : count, Math.floor((panel.clientWidth + 24) / (COLUMN_WIDTH + 24))));
   const width = Math.max(300, Math.round((panel.clientWidth - 24 * (across - 1)) / across));
-  const context = { state, width, onZoom: zoom, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), notes: (list) => notes(list?.map((each) => form.reword(each)), t("notes")) };
+  const context = { state, width, onZoom: zoom, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), reword: (text) => form.reword(text), notes: (rows) => notes(rows?.map((each) => form.reword(each)), t("notes", { count: rows?.length })) };
   const good = answers.filter((answer) => !problem(answer));
   const rendered = good.length ? place.render(good, { ...context, letters: answers.flatMap((answer, at) => (problem(answer) ? [] : [LETTERS[at]])) }) : [];
   const focused = document.activeElement?.dataset?.path;
@@ -541,7 +544,7 @@ function explained(answer) {
   if (!state.op) return h("p", { class: "help" }, t("flops.help"));
   const found = explanation?.[counted.indexOf(answer)];
   const content = !found ? h("p", {}, t("status.waiting"))
-    : found.error ? h("p", { class: "error" }, found.error)
+    : found.error ? h("p", { class: "error" }, form.reword(found.error))
       : [found.operations.map((entry) => [h("h4", {}, `${entry.path}${entry.parameter && entry.parameter !== "weight" ? `.${entry.parameter}` : ""} (${entry.kind} × ${entry.count})`), h("pre", {}, entry.lines.join("\n"))]),
         h("p", { class: "minor" }, h("code", {}, found.lines.command))];
   return h("section", { class: "explained", "aria-live": "polite", "aria-label": t("flops.formula") }, content);
@@ -551,7 +554,7 @@ function explained(answer) {
 
 function makeTools(answer, at) {
   const main = PLACES[state.view].channel ? answer.translate && !answer.translate.error ? answer.translate : Object.values(answer)[0] : answer;
-  const name = `flopcalc-${state.view}${state.setups.length > 1 ? `-${LETTERS[at]}` : ""}`;
+  const name = `flopcalc-${state.view}${state.setups.length > 1 && !PLACES[state.view].isJoint ? `-${LETTERS[at]}` : ""}`;
   const column = (event) => event.target.closest("article");
   const picture = (event) => [column(event).querySelector("svg.treemap, svg.chart"), describePicture(at), [...column(event).querySelectorAll(".legend li")]];
   const hasPicture = state.view !== "conventions";
@@ -573,7 +576,7 @@ function makeTools(answer, at) {
 function describePicture(at) {
   const whole = PLACES[state.view].isJoint ? state.setups.map((_, each) => nameSetup(each)).join(" | ") : counted[at]?.estimate?.model.name ?? "";
   const answer = counted[at];
-  return [`${t(`view.${state.view}`)}: ${whole}`, answer?.estimate ? `${answer.work}: ${flops(answer.estimate.flops.total)} (flopcalc ${data.version})` : `flopcalc ${data.version}`];
+  return [says(t(`view.${state.view}`), whole), answer?.estimate ? `${says(answer.work, flops(answer.estimate.flops.total))} (flopcalc ${data.version})` : `flopcalc ${data.version}`];
 }
 
 // What the command line would print; other views carry their own.

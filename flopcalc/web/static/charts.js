@@ -3,6 +3,7 @@ import { h, s } from "./dom.js";
 import { hierarchy, treemap, treemapSquarify } from "./vendor/d3-hierarchy.min.js";
 
 const COLOURS = 8;
+const MOST_TAGS = 6; // names in a scatter
 
 export function colourOf(index) {
   return `c${index % COLOURS}`;
@@ -102,7 +103,8 @@ function listTicks(low, high, isLog, most = 6) {
     const first = Math.ceil(Math.log10(low) - 1e-9);
     const last = Math.floor(Math.log10(high) + 1e-9);
     const step = Math.max(1, Math.ceil((last - first + 1) / most));
-    const marks = Math.log10(high / low) < most / 3 ? [1, 2, 5] : [1];
+    const decades = Math.log10(high / low);
+    const marks = decades < 1 ? [1, 2, 3, 4, 5, 6, 8] : decades < most / 3 ? [1, 2, 5] : [1];
     for (let power = first - 1; power <= last; power += step) {
       for (const mark of marks) {
         const tick = mark * 10 ** power;
@@ -118,7 +120,7 @@ function listTicks(low, high, isLog, most = 6) {
   return ticks;
 }
 
-// points: {x, y, r, className, text}; lines: {points, className}; both in the data's units.
+// points: {x, y, r, className, text, label beside it, mark inside it}; lines: {points, className}; both in the data's units.
 export function drawScatter({ width, height, x, y, points, lines, label }) {
   const box = { left: 88, right: width - 12, top: 10, bottom: height - 42 };
   const across = makeScale(x.range, [box.left, box.right], x.isLog);
@@ -136,20 +138,20 @@ export function drawScatter({ width, height, x, y, points, lines, label }) {
   picture.append(
     s("text", { class: "axis", x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle" }, x.label),
     s("text", { class: "axis", transform: `translate(13 ${(box.top + box.bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, y.label));
-  const tags = []; // where names stand: those of points that lie together would cover each other
-  for (const point of points) {
-    const [x0, y0, isRight] = [across(point.x), up(point.y), across(point.x) > box.right - 120];
-    if (point.label && tags.every(([a, b]) => Math.abs(a - x0) > 90 || Math.abs(b - y0) > 13)) {
-      tags.push([x0, y0]);
-      picture.append(s("text", { class: "tag", x: x0 + (isRight ? -10 : 10), y: y0 - 9, "text-anchor": isRight ? "end" : "start" }, point.label));
-    }
-    picture.append(s("circle", { class: `point ${point.className ?? ""}`, cx: across(point.x), cy: up(point.y), r: point.r ?? 4 },
-      s("title", {}, point.text)));
-  }
   for (const line of lines) {
     picture.append(s("polyline", { class: `line ${line.className ?? ""}`,
       points: line.points.map(([a, b]) => `${across(a).toFixed(1)},${up(b).toFixed(1)}`).join(" ") }));
   }
+  const tags = []; // where names stand: those of points that lie together would cover each other
+  for (const point of points) {
+    const [x0, y0, isRight] = [across(point.x), up(point.y), across(point.x) > box.right - 120];
+    if (point.label && tags.length < MOST_TAGS && tags.every(([a, b, tag]) => tag.textContent !== point.label && (Math.abs(a - x0) > 90 || Math.abs(b - y0) > 13))) {
+      tags.push([x0, y0, s("text", { class: "tag", x: x0 + (isRight ? -10 : 10), y: y0 - 9, "text-anchor": isRight ? "end" : "start" }, point.label)]);
+    }
+    picture.append(s("circle", { class: `point ${point.className ?? ""}`, cx: x0, cy: y0, r: point.r }, s("title", {}, point.text)));
+    if (point.mark) tags.push([x0, y0, s("text", { class: "letter", x: x0, y: y0 + 4, "text-anchor": "middle" }, point.mark)]);
+  }
+  picture.append(...tags.map(([, , tag]) => tag)); // above all points
   return picture;
 }
 

@@ -17,24 +17,23 @@ export const s = (name, attributes, ...children) => fill(document.createElementN
 
 export const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
 
-export function table(caption, headers, rows, { className = "", numeric = 1 } = {}) {
+// The first column names the rows; the others are numbers, but for those that `texts` lists.
+export function table(caption, headers, rows, { className = "", texts = [] } = {}) {
+  const kind = (column) => (column && !texts.includes(column) ? "number" : null);
   const cell = (value, column) => {
-    const isNumber = column >= numeric;
     const content = value instanceof Node || Array.isArray(value) ? value : String(value ?? "–");
-    return column === 0
-      ? h("th", { scope: "row" }, content)
-      : h("td", { class: isNumber ? "number" : null }, content);
+    return column === 0 ? h("th", { scope: "row" }, content) : h("td", { class: kind(column) }, content);
   };
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     h("table", { class: className || null },
       h("caption", {}, caption),
       h("thead", {}, h("tr", {}, headers.map((each, column) =>
-        h("th", { scope: "col", class: column >= numeric ? "number" : null }, each)))),
+        h("th", { scope: "col", class: kind(column) }, each)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
 }
 
 export function notes(list, title) {
   if (!list?.length) return null;
-  return h("details", { class: "notes" }, h("summary", {}, `${title} (${list.length})`),
+  return h("details", { class: "notes" }, h("summary", {}, title),
     h("ul", {}, list.map((each) => h("li", {}, each))));
 }

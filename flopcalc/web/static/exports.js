@@ -10,7 +10,7 @@ function save(name, blob) {
 
 export const saveText = (name, text, type) => save(name, new Blob([text], { type }));
 
-const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "font-size", "font-weight", "opacity"];
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "font-size", "font-weight", "opacity", "paint-order"];
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEAD = 52; // pixels above a picture, for two lines

@@ -1,5 +1,7 @@
 // Files that people drop: configs and folders, launch files, and images, of which only the size is read.
 
+import { says, t } from "./i18n.js";
+
 const MOST_BYTES = 16_000_000;
 const CONFIG = /config.*\.json$|^model_index\.json$/i;
 
@@ -47,16 +49,16 @@ export async function readFiles(files) {
         result.images.push(`${picture.width}x${picture.height}`);
         picture.close();
       } catch {
-        result.problems.push(`${name}: not an image that this browser reads`);
+        result.problems.push(says(name, t("files.image")));
       }
     } else if (file.size > MOST_BYTES) {
-      result.problems.push(`${name}: larger than ${MOST_BYTES} bytes, the most that is read`);
+      result.problems.push(says(name, t("files.large", { most: MOST_BYTES })));
     } else if (name.endsWith(".json") && (CONFIG.test(name.split("/").pop()) || await isConfig(file))) {
       result.configs[name.replace(/[^\w./-]/g, "_")] = await file.text();
     } else if (/\.(ya?ml|toml|json)$/i.test(name)) {
       result.launch = [name, await file.text()];
     } else {
-      result.problems.push(`${name}: neither a config, a launch file nor an image`);
+      result.problems.push(says(name, t("files.unknown")));
     }
   }
   return result;
@@ -70,12 +72,12 @@ async function isConfig(file) {
 
 // A config from the hub: the one request to another host, and only after a click.
 export async function fetchHub(host, id) {
-  if (!/^[\w.-]+\/[\w.-]+$/.test(id)) throw new Error(`${id}: a hub id is owner/name`);
+  if (!/^[\w.-]+\/[\w.-]+$/.test(id)) throw new Error(says(id, t("files.id")));
   const configs = {};
   for (const name of ["config.json", "preprocessor_config.json", "video_preprocessor_config.json"]) {
     const response = await fetch(`${host}/${id}/resolve/main/${name}`, { credentials: "omit", referrerPolicy: "no-referrer" });
     if (response.ok) configs[name] = await response.text();
-    else if (name === "config.json") throw new Error(`${id}: HTTP ${response.status} for its config.json`);
+    else if (name === "config.json") throw new Error(says(id, t("files.http", { status: response.status })));
   }
   return configs;
 }

@@ -5,6 +5,7 @@ import { Picker } from "./picker.js";
 
 const FIRST = ["phase", "batch", "seq", "device", "gpus", "step_time"]; // what most visitors change stands first
 const SUGGESTED = { device: ["h200-sxm", "h100-sxm", "b200", "a100-sxm-80gb", "rtx-4090"], gpus: ["8", "64", "512"], tokens: ["100B", "1T", "15T"], input_len: ["1k", "8k"], output_len: ["256", "1k"] };
+const OPTION = /--([a-z][a-z-]*)/g;
 
 export class Form {
   constructor(root, data, { onChange, onModel, onFiles, onHub, onLaunch }) {
@@ -20,12 +21,15 @@ export class Form {
     this.fields.clear();
     this.table = new Map(this.data.form.flatMap(({ fields }) => fields.map((field) => [field.name, field])));
     const first = FIRST.filter((name) => this.table.has(name)).map((name) => this.makeField(this.table.get(name)));
-    this.root.replaceChildren(this.makePicker(handlers), h("div", { class: "fields first" }, first), this.makeModel(handlers),
-      ...this.data.form.map(({ name, fields }) => {
+    // On a narrow screen the answer comes next; what few people change is one press away.
+    const isWide = matchMedia("(min-width: 60rem)").matches;
+    this.root.replaceChildren(this.makePicker(handlers), h("div", { class: "fields first" }, first), h("details", { class: "more", "data-section": "more", open: open.get("more") ?? isWide },
+      h("summary", {}, t("section.more")), this.makeModel(handlers),
+      this.data.form.map(({ name, fields }) => {
         const others = fields.filter((field) => !FIRST.includes(field.name));
         return others.length ? h("details", { "data-section": name, open: open.get(name) ?? false },
           h("summary", {}, t(`section.${name}`)), h("div", { class: "fields" }, others.map((field) => this.makeField(field)))) : null;
-      }).filter(Boolean));
+      })));
   }
 
   makePicker({ onModel }) {
@@ -68,15 +72,12 @@ export class Form {
 
   // A message of Python with the page's own names in place of options: --max-pixels 1M -> "Processor's max_pixels" 1M.
   reword(text) {
-    return text.replace(/--([a-z][a-z-]*)/g, (whole, option) => {
-      const name = option.replaceAll("-", "_");
-      return this.fields.has(name) ? t("quoted", { name: this.label(name) }) : whole;
-    });
+    return text.replace(OPTION, (whole, option) => (this.fields.has(nameField(option)) ? t("quoted", { name: this.label(nameField(option)) }) : whole));
   }
 
   // The field that a message is about: the first that it names.
   findField(text) {
-    const options = [...text.matchAll(/--([a-z][a-z-]*)/g)].map(([, option]) => option.replaceAll("-", "_"));
+    const options = [...text.matchAll(OPTION)].map(([, option]) => nameField(option));
     const first = /^([a-z_]+)\b/.exec(text)?.[1] ?? "";
     return [...options, first].find((name) => this.fields.has(name) && name !== "model") ?? "";
   }
@@ -85,11 +86,16 @@ export class Form {
     return this.root.querySelector(`[data-field="${name}"]`);
   }
 
-  // Show a field and put the cursor into it.
-  open(name) {
+  reveal(name) {
     const place = this.place(name);
     place.hidden = false;
     for (let each = place.closest("details"); each; each = each.parentElement.closest("details")) each.open = true;
+    return place;
+  }
+
+  // Show a field and put the cursor into it.
+  open(name) {
+    const place = this.reveal(name);
     place.querySelector("input, select, textarea").focus();
   }
 
@@ -101,9 +107,7 @@ export class Form {
       each.removeAttribute("aria-errormessage");
     }
     if (!name) return;
-    const place = this.place(name);
-    place.hidden = false;
-    for (let each = place.closest("details"); each; each = each.parentElement.closest("details")) each.open = true;
+    const place = this.reveal(name);
     const input = place.querySelector("input, select");
     input.setAttribute("aria-invalid", "true");
     input.setAttribute("aria-errormessage", `e-${name}`);
@@ -204,6 +208,11 @@ export class Form {
     this.chosen.textContent = names.length ? t("model.chosen", { names: names.join(", ") }) : "";
     this.chosen.hidden = !names.length;
   }
+}
+
+function nameField(option) {
+  const name = option.replaceAll("-", "_");
+  return { compile: "execution", gradient_checkpointing: "recompute", dtype: "compute" }[name] ?? name;
 }
 
 function write(input, value) {

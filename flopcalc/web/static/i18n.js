@@ -30,6 +30,10 @@ export function t(key, values = {}) {
 // A word that may have no translation, such as a module's kind: itself then.
 export const word = (key, plain) => words[key] ?? fallback[key] ?? plain;
 
+// "name: text" and "one, two" with the language's own marks.
+export const says = (name, text) => t("mark.says", { name, text });
+export const list = (...parts) => parts.filter(Boolean).join(t("mark.list"));
+
 export function translatePage(root = document) {
   for (const element of root.querySelectorAll("[data-t]")) element.textContent = t(element.dataset.t);
   for (const element of root.querySelectorAll("[data-t-label]")) {

@@ -1,5 +1,7 @@
 // Numbers for people. Counts may be larger than JavaScript's exact numbers: they come as text then.
 
+import { word } from "./i18n.js";
+
 const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
 export function exact(value) {
@@ -55,7 +57,7 @@ const brief = (value) => (value >= 100 ? Math.round(value).toLocaleString("en-US
 
 export function duration(days) {
   for (const [unit, size, least] of [["years", 365.25, 2], ["days", 1, 1], ["h", 1 / 24, 1], ["min", 1 / 1440, 1]]) {
-    if (days >= size * least) return `${brief(days / size)} ${unit}`;
+    if (days >= size * least) return `${brief(days / size)} ${word(`unit.${unit}`, unit)}`;
   }
   return `${brief(86400 * days)} s`;
 }

@@ -11,14 +11,15 @@ export function questions(setup) {
   return hasQuote ? ["conventions", "translate"] : ["conventions"];
 }
 
-export function render(answers, { notes }) {
+export function render(answers, { notes, reword }) {
   return answers.map(({ conventions, translate }) => [
     table(t("conventions.components"), [t("column.component"), "model", "full", "hardware"], [
       ...conventions.components.map((row) => [word(`component.${row.name}`, row.name), exact(row.model), exact(row.full), exact(row.hardware)]),
       [t("column.total"), exact(conventions.totals.model), exact(conventions.totals.full), exact(conventions.totals.hardware)],
     ], { className: "summed" }),
     h("p", { class: "help" }, t("conventions.help")),
-    translate ? showTranslation(translate, notes) : showQuoted(conventions),
+    translate?.error ? h("p", { class: "error", role: "alert" }, reword(translate.error)) : null,
+    translate && !translate.error ? showTranslation(translate, notes) : showQuoted(conventions),
     notes(conventions.notes),
   ]);
 }
@@ -30,21 +31,19 @@ function showQuoted(conventions) {
   return [
     table(t("conventions.quoted"), [t("column.convention"), t("column.flops"), t("column.ratio"), t("column.counts")],
       conventions.quoted.map((row) => [row.name, row.flops === null ? h("span", { title: row.reason }, "–") : exact(row.flops),
-        row.flops === null ? "–" : share(row.flops, conventions.totals.model), h("span", { class: "left" }, source(row))]),
-      { className: "quoted" }),
+        row.flops === null ? "–" : share(row.flops, conventions.totals.model), source(row)]),
+      { className: "quoted", texts: [3] }),
     h("p", { class: "help" }, t("conventions.quote")),
   ];
 }
 
-function showTranslation(answer, notes) {
-  if (answer.error) return h("p", { class: "error", role: "alert" }, answer.error);
-  const { translation } = answer;
+function showTranslation({ translation }, notes) {
   return [
     table(t("conventions.translated"),
       [t("column.convention"), t("column.flops"), "TFLOP/s", "MFU", t("column.difference"), t("column.counts")],
       translation.rows.map((row) => [`${row.quoted_convention}${row.fits ? " ✓" : ""}`, exact(row.flops), row.tflops_per_gpu.toFixed(1),
         percent(row.mfu), row.difference === null ? "–" : `${(100 * row.difference).toFixed(2)} %`,
-        h("span", { class: "left" }, source(row))]), { className: "quoted" }),
+        source(row)]), { className: "quoted", texts: [5] }),
     notes(translation.notes),
   ];
 }

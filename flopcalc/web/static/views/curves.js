@@ -1,7 +1,7 @@
 // FLOPs, seconds or bytes over the length, the batch, images or GPUs; all set-ups in one picture.
 import { colourOf, drawScatter, findRange, legend } from "../charts.js";
 import { h, table } from "../dom.js";
-import { t } from "../i18n.js";
+import { list, says, t } from "../i18n.js";
 import { bytes, exact, flops, seconds, short, tick } from "../numbers.js";
 
 export const channel = "curve";
@@ -48,7 +48,10 @@ export function render(answers, { width, state, names, letters }) {
   };
   return [
     drawScatter({ width, height: Math.max(300, Math.min(460, width * 0.5)), x, y, label: t("curve.picture", { of: t(`curve.of.${of}`), over: t(`curve.x.${over}`) }),
-      points: lines.flatMap((line, at) => line.map(([a, b]) => ({ x: a, y: b, r: 4, className: colourOf(at), text: `${named[at]}, ${exact(a)}: ${format(b)}` }))),
+      points: lines.flatMap((line, at) => line.map(([a, b], step) => {
+        const mark = lines.length > 1 && step === line.length - 1 - at ? letters[at] : ""; // not all at one place
+        return { x: a, y: b, r: mark ? 8 : 4, className: colourOf(at), text: says(list(named[at], exact(a)), format(b)), mark };
+      })),
       lines: lines.map((points, at) => ({ points, className: `curve s${at}` })) }),
     legend(named.map((name, at) => ({ name, colour: colourOf(at) }))),
     table(t(`curve.of.${of}`), [t(`curve.x.${over}`), ...named], values.map((value) => [exact(value), ...answers.map(({ curve }) => cell(curve, value))])),

@@ -1,7 +1,7 @@
 // Layouts of a training run: the best ones, and time over memory of all that fit, with the front.
 import { drawScatter, findRange, legend } from "../charts.js";
 import { h, table } from "../dom.js";
-import { t, word } from "../i18n.js";
+import { list, says, t, word } from "../i18n.js";
 import { amount, bytes, duration, exact, metric, money, percent, seconds, tick } from "../numbers.js";
 import { listEnergy } from "./energy.js";
 
@@ -17,11 +17,11 @@ export function render(answers, { width, notes }) {
     const times = points.map((point) => point.step_time_s);
     const y = { range: [Math.min(...times) * 0.9, Math.max(...times) * 1.1], isLog: true, format: (value) => tick(seconds(value)), label: t("plan.y") };
     const best = plan.best[0];
-    const text = (point) => `${point.layout}: ${seconds(point.step_time_s)}, ${bytes(point.memory_bytes)}`;
+    const text = (point) => says(point.layout, list(seconds(point.step_time_s), bytes(point.memory_bytes)));
     return [
-      h("p", { class: "answer" }, h("strong", { class: "figure" }, best.name), h("span", { class: "minor" }, ` = ${describeLayout(best.layout)}`)),
-      h("p", {},
-        t("plan.best", { time: seconds(best.step_time_s.mid), low: seconds(best.step_time_s.low), high: seconds(best.step_time_s.high), mfu: percent(best.mfu), days: duration(best.days.mid), hours: amount(best.gpu_hours.mid) })),
+      h("p", { class: "answer" }, h("strong", { class: "figure" }, seconds(best.step_time_s.mid)), " ",
+        t("plan.best", { low: seconds(best.step_time_s.low), high: seconds(best.step_time_s.high), mfu: percent(best.mfu), days: duration(best.days.mid), hours: amount(best.gpu_hours.mid) })),
+      h("p", {}, h("strong", {}, describeLayout(best.layout)), " ", h("span", { class: "minor" }, best.name)),
       best.energy && h("dl", { class: "facts" }, listEnergy(best.energy, "run")),
       drawScatter({ width, height: Math.max(300, Math.min(460, width * 0.58)), x, y, label: t("plan.picture", { count: points.length }),
         points: [...points.filter((point) => !point.is_front).map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 2.5, className: "faint", text: text(point) })),
@@ -34,7 +34,7 @@ export function render(answers, { width, notes }) {
       h("details", {}, h("summary", {}, t("plan.frontTable", { count: front.length })), table(t("plan.frontTable", { count: front.length }), [t("plan.layout"), t("plan.step"), t("plan.memory")],
         front.map((point) => [point.layout, seconds(point.step_time_s), bytes(point.memory_bytes)]))),
       table(t("plan.losers"), [t("plan.reason"), t("plan.count"), t("plan.nearest"), t("plan.why")],
-        plan.losers.map((row) => [word(`reason.${row.reason}`, row.reason), exact(row.layouts), h("span", { class: "left" }, row.nearest.name), h("span", { class: "left" }, row.why)])),
+        plan.losers.map((row) => [word(`reason.${row.reason}`, row.reason), exact(row.layouts), row.nearest.name, row.why]), { texts: [2, 3] }),
       h("p", { class: "help" }, t("plan.searched", { divide: exact(plan.layouts.divide), fit: exact(plan.layouts.fit) })),
       notes(plan.notes),
     ];
@@ -44,6 +44,6 @@ export function render(answers, { width, notes }) {
 // A layout in words, without the degrees that do nothing.
 function describeLayout(layout) {
   const degrees = ["tp", "cp", "ep", "pp", "virtual", "dp"].filter((name) => layout[name] > 1).map((name) => t(`layout.${name}`, { count: layout[name] }));
-  return [...degrees, layout.zero ? t("layout.zero", { stage: layout.zero }) : "", t("layout.micro_batch", { count: layout.micro_batch }),
-    layout.recompute === "none" ? "" : t("layout.recompute", { what: word(`word.recompute.${layout.recompute}`, layout.recompute) })].filter(Boolean).join(", ");
+  return list(...degrees, layout.zero ? t("layout.zero", { stage: layout.zero }) : "", t("layout.micro_batch", { count: layout.micro_batch }),
+    layout.recompute === "none" ? "" : t("layout.recompute", { what: word(`word.recompute.${layout.recompute}`, layout.recompute) }));
 }

@@ -1,14 +1,13 @@
 // Every product and attention call of the step under the device's roof.
 import { drawScatter, findRange, legend } from "../charts.js";
 import { h, table } from "../dom.js";
-import { t } from "../i18n.js";
+import { list, says, t } from "../i18n.js";
 import { seconds, short, tick } from "../numbers.js";
 
 export const channel = "roofline";
 export const needs = () => ["device"];
 export const questions = () => ["roofline"];
 
-const LABELLED = 6; // the longest calls have their names beside them
 const COLOURS = { forward: "c0", dgrad: "c1", wgrad: "c2", backward: "c3" };
 
 export function render(answers, { width, notes }) {
@@ -23,17 +22,18 @@ export function render(answers, { width, notes }) {
     const low = Math.max(x.range[0], y.range[0] / roofline.bytes_per_s);
     const roof = [[low, low * roofline.bytes_per_s], [roofline.ridge_flops_per_byte, roofline.peak_flops_per_s], [x.range[1], roofline.peak_flops_per_s]];
     const point = (call) => ({ x: call.flops_per_byte, y: call.rate, r: 3 + 9 * Math.sqrt(call.all / most), className: COLOURS[call.direction],
-      text: `${call.module} ${call.direction}: ${call.shape}; ${short(call.rate, "FLOP/s")}, ${call.flops_per_byte.toFixed(1)} FLOP/B, ${seconds(call.seconds)} × ${call.calls}` });
+      text: says(`${call.module} ${t(`direction.${call.direction}`)}`, list(call.shape, short(call.rate, "FLOP/s"), `${call.flops_per_byte.toFixed(1)} FLOP/B`, `${seconds(call.seconds)} × ${call.calls}`)),
+      label: call.module.split(".").at(-1) });
     const rows = [...calls].sort((one, other) => other.all - one.all);
     return [
-      drawScatter({ width, height: Math.max(300, Math.min(480, width * 0.6)), x, y, points: rows.map((call, at) => ({ ...point(call), label: at < LABELLED ? call.module.split(".").slice(-1)[0] : "" })), lines: [{ points: roof, className: "roof" }],
+      drawScatter({ width, height: Math.max(300, Math.min(480, width * 0.6)), x, y, points: rows.map(point), lines: [{ points: roof, className: "roof" }],
         label: t("roofline.picture", { device: roofline.device, peak: short(roofline.peak_flops_per_s, "FLOP/s"), ridge: roofline.ridge_flops_per_byte.toFixed(0) }) }),
       legend([...new Set(calls.map((call) => call.direction))].map((name) => ({ name: t(`direction.${name}`), colour: COLOURS[name] }))),
       h("p", { class: "help" }, t("roofline.help", { device: roofline.device, dtype: roofline.dtype, peak: short(roofline.peak_flops_per_s, "FLOP/s"),
         ridge: roofline.ridge_flops_per_byte.toFixed(0) })),
       table(t("roofline.calls"), [t("column.module"), t("column.direction"), t("column.shape"), "FLOP/B", "FLOP/s", t("column.ofpeak"), t("column.time"), "×"],
         rows.map((call) => [call.module, t(`direction.${call.direction}`), call.shape, call.flops_per_byte.toFixed(1), short(call.rate),
-          `${((100 * call.rate) / roofline.peak_flops_per_s).toFixed(0)} %`, seconds(call.all), call.calls]), { numeric: 3, className: "paths" }),
+          `${((100 * call.rate) / roofline.peak_flops_per_s).toFixed(0)} %`, seconds(call.all), call.calls]), { texts: [1, 2], className: "paths" }),
       notes(answer.notes),
     ];
   });

@@ -1,7 +1,7 @@
 // Where the time of a step goes, with its interval.
 import { colourOf, drawBars, legend } from "../charts.js";
 import { fact, h, table } from "../dom.js";
-import { t } from "../i18n.js";
+import { list, says, t } from "../i18n.js";
 import { amount, percent, seconds, tick } from "../numbers.js";
 import { listEnergy } from "./energy.js";
 
@@ -11,13 +11,13 @@ export const questions = () => ["time"];
 
 const KINDS = ["products", "attention", "memory", "optimizer", "launches", "host"];
 
-export function render(answers, { width, notes }) {
+export function render(answers, { width, notes, reword }) {
   const most = Math.max(...answers.map(({ time }) => time.prediction.step_time_s.high)) * 1.04;
   return answers.map(({ time: { prediction } }) => {
     const { low, mid, high } = prediction.step_time_s;
     const parts = KINDS.filter((kind) => prediction.breakdown[kind] > 0).map((kind) => ({
       name: t(`kind.${kind}`), value: prediction.breakdown[kind], colour: KINDS.indexOf(kind),
-      text: `${t(`kind.${kind}`)}: ${seconds(prediction.breakdown[kind])}, ${percent(prediction.breakdown[kind] / mid)}`,
+      text: says(t(`kind.${kind}`), list(seconds(prediction.breakdown[kind]), percent(prediction.breakdown[kind] / mid))),
     }));
     const modules = Object.entries(prediction.breakdown.modules);
     const sum = modules.reduce((total, [, value]) => total + value, 0);
@@ -30,7 +30,7 @@ export function render(answers, { width, notes }) {
       drawBars({ width, most, format: (value) => (value ? tick(seconds(value)) : "0"), label: t("time.picture", { time: seconds(mid), low: seconds(low), high: seconds(high) }),
         rows: [{ name: `${prediction.model}, ${prediction.workload}`, parts, interval: [low, high], intervalText: t("time.interval", { low: seconds(low), high: seconds(high) }) }] }),
       legend(parts.map((part) => ({ name: part.name, colour: colourOf(part.colour), value: seconds(part.value) }))),
-      h("p", { class: "advice" }, h("strong", {}, t("time.advice")), ` ${prediction.advice}`),
+      h("p", { class: "advice" }, h("strong", {}, t("time.advice")), " ", reword(prediction.advice)),
       table(t("time.kinds"), [t("column.kind"), t("column.time"), t("column.share")],
         parts.map((part) => [part.name, seconds(part.value), percent(part.value / mid)])),
       h("details", {}, h("summary", {}, t("time.modules")), table(t("time.modules"), [t("column.module"), t("column.time"), t("column.share")],
