@@ -3,7 +3,7 @@
     python benchmarks/dp_sgd.py --out DIR               on a GPU: 16 configurations of 1.3B parameters, under 9 minutes
     python benchmarks/dp_sgd.py --out DIR --tiny        the same with a tiny model: tries the script, also on a CPU
     python benchmarks/dp_sgd.py --show FILE             the tables; needs no torch
-    python benchmarks/dp_sgd.py --show FILE --page docs/sweep.md      puts them into the page
+    python benchmarks/dp_sgd.py --show FILE --page docs/dp-sgd.md      puts them into the page
 
 Writes DIR/dp_sgd.json after every configuration, one row a line. The same command goes on where it was cut short:
 logs and journal stand in --work (default DIR/work). Exit code 1 if a configuration failed, 130 if it was stopped.

@@ -2,6 +2,7 @@
 
     python benchmarks/watts.py points FOLDER              # published rows -> benchmarks/results/watts_published.json
     python benchmarks/watts.py keep JOURNAL               # a calibration's joules -> results/power_calibration.json
+    python benchmarks/watts.py keep JOURNAL --later       # the same of a later run, to test with -> power_later.json
     python benchmarks/watts.py report [--page FILE]       # prints the tables of docs/energy.md, or puts them there
     python benchmarks/watts.py report --write             # and writes model_specs/watts.json
 
@@ -37,6 +38,7 @@ Json = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 PUBLISHED = RESULTS / "watts_published.json"
 CALIBRATION = RESULTS / "power_calibration.json"
+LATER = RESULTS / "power_later.json"  # of no fit
 FITTED = ROOT / "model_specs" / "watts.json"
 MARKS = ("<!-- tables of watts.py -->", "<!-- end of tables -->")
 HERE = "h200-sxm"
@@ -100,9 +102,10 @@ def count_point(model: Any, line: dict[str, str]) -> Json:
 
 
 def keep_joules(journal: Path) -> Json:
-    """What a journal of `flopcalc calibrate --predictor` says of energy."""
+    """What a journal of `flopcalc calibrate --predictor` says of energy; rows of another run took no time in this."""
     first, *lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
-    records = [line["data"] for line in lines if line["status"] == "ok" and line["data"].get("energy_j")]
+    records = [line["data"] for line in lines if line["status"] == "ok" and line["seconds"]]
+    records = [record for record in records if record.get("energy_j")]
     left = ("operators", "calls")
     cases = [{name: value for name, value in record.items() if name not in left} for record in records]
     return {"provenance": {**first["run"], "command": "flopcalc calibrate --predictor"}, "cases": cases}
@@ -146,6 +149,7 @@ def load_own() -> tuple[list[Point], float]:
             pace = case["probe_s"] / constants["probe_s"][name_mode(case["phase"])] if "probe_s" in case else 1.0
             said = clock.step_s(pace)
             word = f"{group}: decode" if case["phase"] == "decode" else group
+            word += ": LoRA" * ("lora" in case)
             drawn = case["energy_j"] / taken / limit_w
             points.append(Point(HERE, word, case["model"], drawn, clock.find_shares(taken), joules=case["energy_j"],
                                 predicted=clock.find_shares(said), predicted_s=clock.interval(pace)))  # fmt: skip
@@ -156,19 +160,25 @@ def load_own() -> tuple[list[Point], float]:
         data = json.loads(gzip.decompress(text) if name.endswith("gz") else text)
         return [row for row in data[key] if row.get("energy_j") and "model" in row], data["provenance"]["transformers"]
 
+    def add_calls(group: str, calls: Sequence[Json]) -> list[float]:
+        """Their points, and the shares drawn at rest."""
+        called = read_calls(calls, machine, limit_w)
+        points.extend(Point(HERE, group, point.name, point.drawn, point.shares, predicted=point.shares)
+                      for point in called if point.name != "rest")  # fmt: skip
+        return [point.drawn for point in called if point.name == "rest"]
+
     kept = json.loads((RESULTS / "power_steps.json").read_text(encoding="utf-8"))["rows"]
     calls = [{**row, "power": row["kind"]} for row in kept if "model" not in row and "flops" in row]
-    calls += [row for row in json.loads(CALIBRATION.read_text(encoding="utf-8"))["cases"] if "power" in row]
-    called = read_calls(calls, machine, limit_w)
-    rest = float(np.mean([point.drawn for point in called if point.name == "rest"]))
-    points += [Point(HERE, "single calls", row["power"], point.drawn, point.shares, predicted=point.shares)
-               for row, point in zip(calls, called, strict=True) if point.name != "rest"]  # fmt: skip
+    calls += json.loads(CALIBRATION.read_text(encoding="utf-8"))["cases"]
+    rest = float(np.mean(add_calls("single calls", calls)))
+    add_calls("later: single calls", json.loads(LATER.read_text(encoding="utf-8"))["cases"])
     sources = {
         "settled steps": ("power_steps.json", "rows", runs.get_config),
         "calibration, full": ("predict_profiles.json.gz", "cases", runs.get_config),
         "calibration, quick": ("quick_profiles.json.gz", "cases", runs.get_config),
         "calibration with calls": (CALIBRATION.name, "cases", runs.get_config),
         "test steps": ("predict_cases.json", "cases", predict_error.get_config),
+        "later: steps": (LATER.name, "cases", runs.get_config),
     }
     for group, (name, key, configs) in sources.items():
         cases, version = read(name, key)
@@ -302,7 +312,9 @@ def list_table(title: str, rows: Sequence[Row]) -> list[str]:
 
 def report() -> tuple[str, Json]:
     """The tables, and the fitted file."""
-    own, idle = load_own()
+    points, idle = load_own()
+    own = [point for point in points if not point.group.startswith("later")]
+    later = [point for point in points if point.group.startswith("later")]
     published = load_published()
     whole = [*own, *published]
     most = round(float(np.quantile([p.drawn for p in own if p.joules], 0.98)), 3)  # 0.7 s may lie above the limit
@@ -363,6 +375,12 @@ def report() -> tuple[str, Json]:
     lines += list_table("A GPU that the fit has not seen, from the two others:", rows)
 
     mine, theirs, all_ = fit(own, idle), fit(published, idle), fit(whole, idle)
+    said = [mine.predict(p, is_end_to_end=True) for p in later]
+    errors, inside = compare(later, said), are_inside(later, said, intervals["measured"], most)
+    groups = {group: np.array([p.group == group for p in later]) for group in dict.fromkeys(p.group for p in later)}
+    rows = [Row(group.removeprefix("later: "), errors[which], inside[which]) for group, which in groups.items()]
+    lines += list_table("A later run on another H200, in no fit, with predicted time:",
+                        [*rows, Row("**all**", errors, inside)])  # fmt: skip
     names = ("idle", "running", "compute", "memory")
 
     def make(coefficients: np.ndarray, evidence: str, source: str) -> Json:
@@ -397,6 +415,7 @@ def main() -> None:
     parser.add_argument("command", choices=["points", "keep", "report"])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--later", action="store_true")
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     if options.command != "report" and options.folder is None:
@@ -405,7 +424,7 @@ def main() -> None:
         kept = keep_joules(options.folder)
         lines = ",\n".join(f"  {json.dumps(case)}" for case in kept["cases"])
         text = f'{{\n "provenance": {json.dumps(kept["provenance"])},\n "cases": [\n{lines}\n ]\n}}\n'
-        CALIBRATION.write_text(text, encoding="utf-8")
+        (LATER if options.later else CALIBRATION).write_text(text, encoding="utf-8")
         return
     if options.command == "points":
         rows = read_published(options.folder)

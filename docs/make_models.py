@@ -7,7 +7,9 @@ python docs/make_models.py --mappings   write model_specs/coverage.toml from the
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,16 @@ _NAMES = {
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
+DIFFUSERS = COVERAGE.with_name("coverage_diffusers.toml")
+_FOLDERS = ("transformers", "unets", "autoencoders", "controlnets")
+_DENOISERS = (
+    "transformer",
+    "unet",
+    "prior",
+    "decoder",
+    "controlnet",
+    "vae",
+)  # a pipeline's parts, the first that it has
 HEAD = """# Model types
 
 Every `model_type` in transformers' auto mappings, with the spec that counts it. `flopcalc models --coverage` prints the
@@ -52,10 +64,34 @@ def read_mappings() -> dict[str, dict[str, str]]:
     return {name: dict(sorted(getattr(modeling_auto, key).items())) for name, key in _NAMES.items()}
 
 
+def read_diffusers() -> dict[str, dict[str, str]]:
+    """The classes of the installed diffusers by folder, and its pipelines, each with the class of its denoiser."""
+    import diffusers
+    from diffusers import models
+
+    found: dict[str, dict[str, str]] = {}
+    for folder in _FOLDERS:
+        names = [name for key, names in models._import_structure.items() if key.startswith(folder) for name in names]
+        found[folder] = {name: name for name in sorted(names)}
+    named = [
+        name for name in dir(diffusers) if name.endswith("Pipeline") and not name.startswith(("Auto", "Diffusion"))
+    ]
+    found["pipelines"] = {name: find_denoiser_class(getattr(diffusers, name)) for name in named}
+    return found
+
+
+def find_denoiser_class(pipeline: type) -> str:
+    """The class of what a pipeline runs at each step, as its constructor's annotations say it; empty: they do not."""
+    parameters = inspect.signature(pipeline.__init__).parameters
+    kinds = next((str(parameters[part].annotation) for part in _DENOISERS if part in parameters), "")
+    words = re.findall(r"(\w+)(?='>|$| \|)", kinds)
+    return words[0] if words else ""
+
+
 def format_coverage(release: str, mappings: dict[str, dict[str, str]], reasons: dict[str, str]) -> str:
     lines = ["# Made by `python docs/make_models.py --mappings`, except [reasons].", f'release = "{release}"', ""]
     for name, types in mappings.items():
-        lines += [f"[mappings.{name}]", f'auto_class = "{AUTO[name]}"', f"[mappings.{name}.types]"]
+        lines += [f"[mappings.{name}]", f'auto_class = "{AUTO.get(name, name)}"', f"[mappings.{name}.types]"]
         lines += [f'"{model_type}" = "{architecture}"' for model_type, architecture in types.items()]
         lines.append("")
     lines += ["[reasons] # types that have no spec, and why", *(f'"{k}" = {json.dumps(v)}' for k, v in reasons.items())]
@@ -142,6 +178,9 @@ def main() -> int:
         reasons = load_toml(str(COVERAGE)).get("reasons", {}) if COVERAGE.exists() else {}
         text = format_coverage(f"transformers {version('transformers')}", read_mappings(), reasons)
         COVERAGE.write_text(text, encoding="utf-8")
+        reasons = load_toml(str(DIFFUSERS)).get("reasons", {}) if DIFFUSERS.exists() else {}
+        text = format_coverage(f"diffusers {version('diffusers')}", read_diffusers(), reasons)
+        DIFFUSERS.write_text(text, encoding="utf-8")
         return 0
     made = {PAGE: make_page(), CATALOGUE: format_catalogue()}
     if "--check" in sys.argv:

@@ -70,7 +70,7 @@ def test_shares(share: Any) -> None:
     for wrong, words in (
         ({"step_time_s": 0.5, "tokens_per_second": 1}, "both given"),
         ({}, "both missing"),
-        ({"tokens_per_second": 0}, "tokens per second must be a positive number"),
+        ({"tokens_per_second": 0}, "tokens_per_second must be a positive number"),
         ({"step_time_s": 1, "gpus": 2, "num_devices": 3}, "gpus 2 contradicts num_devices 3"),
         ({"step_time_s": 1, "gpus": 0}, "gpus must be at least 1"),
     ):

@@ -170,7 +170,7 @@ def test_workloads_that_no_step_has(given: dict[str, Any], words: str) -> None:
         ({"clipping": "ghost", "recompute": "full"}, "clipping ghost is not counted with recompute full"),
         ({"lora": "r=4"}, "lora needs targets"),
         ({"lora": 5}, "lora must be r=16,targets=q_proj+v_proj or a mapping, not 5"),
-        ({"lora": "r=4,targets=q_proj", "train_only": "lm_head"}, "train-only contradicts lora"),
+        ({"lora": "r=4,targets=q_proj", "train_only": "lm_head"}, "train_only contradicts lora"),
     ],
 )
 def test_recipes_that_no_training_has(given: dict[str, Any], words: str) -> None:

@@ -223,7 +223,7 @@ def test_the_limit_takes_what_fits_in_order() -> None:
     cases = [Case("a.py::a[1]"), Case("a.py::b[1]"), Case("a.py::c"), Case("a.py::a[2]")]
     taken = cap(cases, {"a.py::a": 3.0, "a.py::b": 9.0}, 8.0, 2.0)
     assert [case.node_id for case in taken] == ["a.py::a[1]", "a.py::c", "a.py::a[2]"]
-    assert find_cap_s({"light": 500}) == 340
+    assert find_cap_s({"light": 500}) == 220
     assert find_cap_s({"light": 2000}) == 60
 
 

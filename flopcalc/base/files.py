@@ -19,6 +19,7 @@ from flopcalc.base.errors import FlopcalcError, format_value
 MAX_TOML_BYTES = 2_000_000  # tomllib reads about 1 MB in a second
 MAX_JSON_BYTES = 16_000_000
 MAX_YAML_BYTES = 500_000  # PyYAML reads about 100 kB in a second
+MAX_CSV_BYTES = 10_000_000
 MAX_TABLE_BYTES = 50_000_000
 MAX_LOG_BYTES = 500_000_000
 # What a table of settings may hold.
@@ -102,6 +103,21 @@ def read_text(path: str | os.PathLike[str], limit: int, error: type[FlopcalcErro
         return read_bytes(path, limit, error).decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise error(f"{os.fspath(path)}: not UTF-8 text: {problem.reason} at byte {problem.start}") from None
+
+
+def read_csv(path: str, most_rows: int, error: type[FlopcalcError]) -> list[dict[str, str]]:
+    """The rows of a CSV table by the names in its first line; what a row lacks is empty."""
+    import csv
+    from itertools import islice
+
+    lines = read_text(path, MAX_CSV_BYTES, error).splitlines()
+    try:
+        rows = list(islice(csv.DictReader(lines, restval=""), most_rows + 1))
+    except csv.Error as problem:
+        raise error(f"{path}: not a CSV table: {problem}") from None
+    if len(rows) > most_rows:
+        raise error(f"{path}: more than {most_rows:,} rows, the most that are read: give a part of them")
+    return rows
 
 
 def parse_json(text: str, is_unique: bool = False) -> Any:

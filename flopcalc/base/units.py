@@ -288,6 +288,29 @@ def check_size(value: object, what: str, minimum: int = 1) -> int:
     return value
 
 
+def read_size(value: object, field: str, minimum: int = 1) -> int:
+    """A size as a person gives it: a whole number, or a text such as 4k."""
+    if type(value) is int and minimum <= value < 10**9:  # at once, in a training loop
+        return value
+    if isinstance(value, str):
+        return parse_size(value, field, minimum)
+    return check_size(value, _name(field), minimum)
+
+
+def read_number(value: object, field: str, *, or_zero: bool = False) -> float:
+    """A quantity as a person gives it: a number, or a text such as 500ms."""
+    if isinstance(value, str):
+        return parse_number(value, field)
+    return check_positive(value, _name(field), or_zero=or_zero)
+
+
+def read_sizes(value: object, field: str) -> tuple[int, ...]:
+    """A list of sizes, or a text such as 512,1k."""
+    if isinstance(value, str):
+        return parse_sizes(value, field)
+    return tuple([read_size(each, field) for each in check_items(value, _name(field))])
+
+
 def check_positive(value: Any, what: str, *, or_zero: bool = False) -> float:
     """A float above 0, or 0 where that is allowed, else an error that names it; also from an array of one number."""
     try:

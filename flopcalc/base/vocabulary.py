@@ -69,8 +69,11 @@ COMPONENTS: tuple[Component, ...] = get_args(Component)
 # CUDA graph; fused: kernels of a training framework, which does not wait for the host.
 Execution = Literal["eager", "compiled", "graphs", "fused"]
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
+# What a step trains for, besides plain training.
+ObjectiveName = Literal["dpo", "grpo", "reward", "distill"]
+OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 # Rows of a breakdown.
-By = Literal["component", "module", "kind", "dtype"]
+By = Literal["component", "module", "kind", "dtype", "pass"]
 BY: tuple[By, ...] = get_args(By)
 
 # Formats that a device can have a peak for; fp4 is the peak that nvfp4 and mxfp4 share.

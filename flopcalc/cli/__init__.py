@@ -93,6 +93,7 @@ _ANSWER_BY_CODE = ("add", "calibrate", "verify")  # 1 where something differs or
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs a command; every expected error is one line on stderr and exit code 2."""
     prepare_streams()
+    gc.set_threshold(50_000)  # a short command makes no garbage worth a search
     atexit.register(gc.freeze)  # to search for garbage before the process ends takes a tenth of a short command
     given = sys.argv[1:] if arguments is None else arguments
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     "--coverage",
     is_flag=True,
     help="Every model type in transformers and public registries: its spec, or why there is none. Then the model ids "
-    "in published launch files, and those without a preset.",
+    "in published launch files, and those without a preset. With NAME diffusers: its classes and pipelines.",
 )
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def models(name: str | None, coverage: bool, as_json: bool) -> None:
@@ -58,13 +58,14 @@ def models(name: str | None, coverage: bool, as_json: bool) -> None:
 
 def _show_coverage(name: str | None, as_json: bool) -> None:
     from flopcalc.core.model.names import load_launch_ids
-    from flopcalc.core.spec.coverage import load_coverage
+    from flopcalc.core.spec.coverage import DIFFUSERS, load_coverage
     from flopcalc.core.spec.registries import load_registries
 
-    found = load_coverage()
-    registries = load_registries()
-    launched = load_launch_ids()
-    if name is not None:
+    is_diffusion = name == "diffusers"
+    found = load_coverage(*([DIFFUSERS] if is_diffusion else []))
+    registries = [] if is_diffusion else load_registries()
+    launched = [] if is_diffusion else load_launch_ids()
+    if name is not None and not is_diffusion:
         registries = [
             registry._replace(items=items)
             for registry in registries

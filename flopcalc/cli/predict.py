@@ -71,9 +71,7 @@ def predict(
 
         memory_device = predicted.device if predicted.has_memory else None
         click.echo(
-            format_prediction(
-                predicted.found, predicted.notes, count, memory_device, kept=predicted.kept, largest=predicted.largest
-            )
+            format_prediction(predicted.found, count, memory_device, kept=predicted.kept, largest=predicted.largest)
         )
 
 
@@ -82,7 +80,6 @@ class PredictResult(NamedTuple):
 
     counted: SetupEstimate
     found: Prediction
-    notes: list[str]
     device: str
     has_memory: bool  # asked for
     kept: dict[str, int] | None  # bytes of activations with and without recomputation
@@ -90,7 +87,7 @@ class PredictResult(NamedTuple):
     launch: dict[str, Any] | None = None  # what launch files said
 
     def to_dict(self) -> dict[str, Any]:
-        shown = {**self.found.to_dict(), "notes": self.notes}
+        shown = self.found.to_dict()
         if self.launch is not None:
             shown["launch"] = self.launch
         if self.has_memory:
@@ -111,8 +108,7 @@ def _predict(model: str, given: dict[str, Any], memory: bool, has_events: bool =
     found = predict_counted(counted, setup)
     kept = _compare_recompute(setup, counted, found, settings) if memory else None
     largest = find_largest_batch(counted.estimate, **settings) if memory else None
-    notes = _list_notes(counted, found, setup)
-    return PredictResult(counted, found, notes, settings["device"], memory, kept, largest, setup.launch)
+    return PredictResult(counted, found, settings["device"], memory, kept, largest, setup.launch)
 
 
 def _show_list(
@@ -131,7 +127,7 @@ def _show_list(
         return
     load = results[0].counted.estimate.terms[0].load
     title = f"{results[0].counted.estimate.terms[0].estimator.source.name}: one {load.phase} step"
-    notes = [each.notes for each in results]
+    notes = [list(each.found.notes) for each in results]
     cells = [make_cells(each.found, each.largest) for each in results]
     if style == "html":
         bars = [(each.found.tokens_per_s, format_rate(each.found.tokens_per_s)) for each in results]
@@ -141,15 +137,6 @@ def _show_list(
     lists.show_table(rows, cells, notes, title=title)
     if plot_file is not None:
         click.echo(f"written: {plot_file}")
-
-
-def _list_notes(counted: SetupEstimate, found: Prediction, setup: Setup) -> list[str]:
-    """What a reader should know of the prediction, of the workload and of options that change nothing, each once."""
-    notes, optimizer = list(found.notes), setup.get("optimizer", "none")
-    phase = counted.estimate.terms[0].load.phase
-    if phase != "train" and optimizer != "none":
-        notes.append(f"phase {phase} has no optimizer's step, so --optimizer {optimizer} changes nothing")
-    return notes
 
 
 def _compare_recompute(

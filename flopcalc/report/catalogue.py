@@ -99,7 +99,7 @@ def _format_facts(title: str, facts: Mapping[str, str]) -> str:
 
 def format_coverage(coverage: Coverage, registries: Sequence[Registry], launched: Sequence[LaunchIds]) -> str:
     """Model types with a spec and without one, then registries and the ids of launch files."""
-    title = f"{coverage.release}: model types with a spec, of those in its auto mappings ({spell('json')} lists them)"
+    title = f"{coverage.release}: what has a spec, of all that it names ({spell('json')} lists them)"
     lines = [format_text(title)]
     rows = [[mapping.auto_class, mapping.supported, len(mapping.entries)] for mapping in coverage.mappings]
     lines.append(format_grid(["mapping", "with a spec", "types"], rows))

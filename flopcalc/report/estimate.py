@@ -101,9 +101,10 @@ def format_estimate(
     shown = ", ".join(f"{format_parameters(value)} {key}" for key, value in parameters.items())
     facts.append(("parameters", shown))
     facts.append(("weights", _describe_weights(estimate)))
-    visual = sum(estimator.count_visual_tokens(other) * times for estimator, other, times in estimate.terms)
+    facts += _describe_cache(estimate)
+    visual = sum(estimator.count_visual_tokens(other) * times for estimator, other, times in estimate.trained.terms)
     if visual:
-        images = sum(len(other.all_grids) * times for _, other, times in estimate.terms)
+        images = sum(len(other.all_grids) * times for _, other, times in estimate.trained.terms)
         facts.append(("visual tokens", f"{visual:,} from {images} image{'s' if images > 1 else ''} or video"))
     for label, share in shares:
         if share.value is not None:
@@ -165,6 +166,19 @@ def _describe_weights(estimate: Estimate) -> str:
     whole = f"{format_bytes(sum(each.total_bytes for each in held))}: " if len(parts) > 1 else ""
     source = estimate.terms[0].estimator.formats.source.replace(ASSUMED, "assumed: not in the config")
     return f"{whole}{', '.join(parts)} ({source})"
+
+
+def _describe_cache(estimate: Estimate) -> list[tuple[str, str]]:
+    """Bytes of keys and values after a prompt or the last new token, of all sequences."""
+    estimator, load, times = estimate.terms[0]
+    if load.phase not in ("decode", "prefill") or estimator.origin != "spec":
+        return []
+    from flopcalc.prediction.roofline import count_kept  # only where there is a cache
+
+    kept = count_kept(estimator, load) * times
+    side = load.decoder or load
+    tokens = f"{side.rows * times:,} × {side.longest:,} tokens"
+    return [("KV cache", f"{format_bytes(kept)} in {estimator.formats.kv_cache} ({tokens})")] if kept else []
 
 
 def _style(is_markdown: bool) -> str:

@@ -86,7 +86,10 @@ def describe_work(estimate: Estimate) -> str:
             f" in {estimate.replicas} groups" if estimate.replicas != estimate.gpus else ""
         )
         pieces.append(f"{groups} × {load.rows}{accumulated} = {estimate.global_batch:,} sequences a step")
-    if len(estimate.terms) > 1 and estimate.pipeline is None:
+    others = [f"{name} {format_flops(flops.total)}" for name, flops in estimate.by_pass().items()]
+    if estimate.passes:
+        pieces.append(f"passes {' + '.join(others)}")
+    elif len(estimate.terms) > 1 and estimate.pipeline is None:
         pieces.append(f"and {len(estimate.terms) - 1} more")
     recipe = estimator.recipe
     if estimator.head != "lm":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import format_grid, format_text, wrap
@@ -19,7 +19,6 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 def format_prediction(
     prediction: Prediction,
-    notes: Sequence[str],
     count: int,
     memory_device: str | None = None,
     *,
@@ -31,6 +30,7 @@ def format_prediction(
     With `memory_device` it shows what fills that device's memory: `kept` is bytes of activations with and without
     recomputation, `largest` the largest batch that fits.
     """
+    notes = list(prediction.notes)
     seconds = prediction.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     shares = (
@@ -49,7 +49,7 @@ def format_prediction(
         *wrap(
             f"{format_seconds(seconds.mid)}   ({interval})   bound by the {prediction.bound}", "step      ", " " * 10
         ),
-        f"execution {prediction.execution}",
+        f"execution {prediction.execution}" + (f", routing {prediction.routing}" if prediction.routing else ""),
         *wrap(shares, "MFU       ", " " * 10),
         *wrap(str(prediction.floors), "floors    ", " " * 10),
         *format_energy_lines(prediction.energy, "per step"),
@@ -67,7 +67,7 @@ def format_prediction(
             )
         if largest is not None:
             lines.append(f"largest batch that fits: {largest or 'none'}")
-        notes = [*notes, *(f"memory: {note}" for note in prediction.memory.notes if note not in notes)]
+        notes += [f"memory: {note}" for note in prediction.memory.notes if note not in notes]
     lines += ["", format_text(f"helps most: {prediction.advice}", "", "  ")]
     lines += [format_text(f"note: {note}", "", "  ") for note in notes]
     return "\n".join(lines)

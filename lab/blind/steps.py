@@ -223,10 +223,10 @@ def _tell_date() -> str:
 class BlindRunner(Runner):
     """A runner whose models may have adapters."""
 
-    def _take(self, name: str) -> None:
+    def _take(self, name: str, lora: Json | None = None) -> None:
         if name == self.name:
             return
-        super()._take(name)
+        super()._take(name, lora)
         adapter = ROUND.models[name].adapter
         if adapter is not None:
             self.model = add_adapter(self.model, adapter)

@@ -205,3 +205,10 @@ def test_refusals(arguments: list[str], words: str, capsys: pytest.CaptureFixtur
     code, _, err = run(capsys, *arguments)
     assert code == 2
     assert words in err
+
+
+@pytest.mark.parametrize("routing", ["even", "spread:0.4"])
+def test_the_routing_of_experts_is_printed(capsys: pytest.CaptureFixture[str], routing: str) -> None:
+    _, out, _ = run(capsys, "predict", "mixtral-8x7b", "--seq", "64", "--device", "h200", "--routing", routing)
+    assert f"execution eager, routing {routing}\n" in out
+    assert "evenly" not in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,50 @@ def execute(
 
 def check_clean(path: Path) -> None:
     """Committed without outputs, and without a machine's own folders."""
-    import nbformat
-
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
+    notebook = read(path)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert cell.outputs == []
             assert cell.execution_count is None
+
+
+def check_stored(path: Path, figures: int) -> None:
+    """Committed with its outputs, all figures among them and no errors, and without a machine's own folders."""
+    outputs = [output for cell in read(path).cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == figures
+    assert any(output.output_type == "stream" for output in outputs)
+
+
+def read(path: Path) -> Any:
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
     text = path.read_text(encoding="utf-8")
     assert not [name for name in ("home", "root", "work", "tmp", "Users") if f"/{name}/" in text]
+    return notebook
+
+
+def store(path: Path) -> None:
+    """Run a notebook, and keep its outputs in it."""
+    import os
+    import tempfile
+
+    import nbclient
+    import nbformat
+
+    os.environ |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        client = nbclient.NotebookClient(
+            notebook, timeout=_TIMEOUT_S, resources={"metadata": {"path": folder}}, record_timing=False
+        )
+        client.execute()
+    notebook.metadata.language_info = {"name": "python"}
+    nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        store(Path(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flopcalc.base.data import list_data_files, load_toml
+from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.components import is_pipeline
 from flopcalc.core.spec.spec import find_spec
 
@@ -27,3 +28,11 @@ def _takes_images(config: dict[str, Any]) -> bool:
 PIPELINES = [name for name, path in FILES.items() if is_pipeline(read_config(path))]
 IMAGES = {name: path for name, path in FILES.items() if _takes_images(read_config(path))}
 MODELS = {name: path for name, path in FILES.items() if name not in PIPELINES and name not in IMAGES}
+
+
+def make_sizes(estimator: Estimator, seq: int, decoder_seq: int) -> dict[str, Any]:
+    """Sizes of a sample; an encoder of audio alone takes a clip, whose length is its own."""
+    if not estimator.has_decoder:
+        return {"seq_len": seq}
+    encoder = {"seq_len": seq} if estimator.model.has_text_encoder else {"audio": [30]}
+    return {**encoder, "decoder_seq_len": decoder_seq}

@@ -51,7 +51,8 @@ RULES: tuple[tuple[str, str | tuple[str, ...]], ...] = (
     ("tests/**/test_*.py", ITSELF),
     ("lab/", ("tests/lab",)),
     ("benchmarks/", ("tests/prediction", "tests/planning", "tests/measure/sweep", "tests/integrations")),
-    ("notebooks/", ("tests/measure/test_notebooks.py", "tests/measure/test_guide_notebooks.py")),
+    ("notebooks/", ("tests/measure/sweep/test_sweep_notebook.py", "tests/measure/test_guide_notebooks.py")),
+    ("lab/calibration.ipynb", ("tests/measure/test_notebooks.py",)),
 )
 CHOOSERS = tuple(
     f"tests/helpers/{name}.py" for name in ("journal", "relevance", "tiers")

@@ -13,7 +13,7 @@ from relevance import Case, cap, find_changes, find_names, read_base, sort_relev
 PROOF = ROOT / "docs" / "proof.md"
 DURATIONS = ROOT / "tests" / "durations.json"  # CPU seconds of all light tests, and of a case of each heavy function
 RUN_S = 8 * 60 * 2  # CPU seconds: a default run ends within eight minutes on two idle cores
-START_S = 120  # of these, what two workers need to import torch and collect
+START_S = 240  # of these, what two workers need to import torch and collect
 USUAL_S = 2.0  # a heavy case whose function was not timed yet
 # One model type of each kind, for tests that take every type with --all: dense, experts, latent attention, scan,
 # delta rule, windows, masked words, encoder-decoder, sound, images.

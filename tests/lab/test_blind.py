@@ -31,7 +31,7 @@ def test_the_page_shows_the_blind_predictions(number: int) -> None:
 
 
 def test_the_users_page_has_a_line_of_every_round() -> None:
-    assert steps.summarize_rounds() in (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
+    assert steps.summarize_rounds() in (ROOT / "docs" / "prediction-accuracy.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

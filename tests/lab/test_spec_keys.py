@@ -266,13 +266,33 @@ def test_a_width_that_no_spec_says_is_inferred_with_a_note(tmp_path: Path) -> No
     path.write_text(text)
     bound = bind({"model_type": "mine", "h": 6}, spec=path)
     assert (bound.stages[0].width, bound.stages[0].is_width_inferred) == (40, True)
-    assert describe_inferred(bound) == [
+    assert describe_inferred(bound)[-1] == (
         "mine.toml says no width for model.layers, and has no dim d: 40 was inferred from its first op; add width to "
         "the stack"
-    ]
+    )
     path.write_text(text.replace("repeat = 2", 'repeat = 2\nwidth = "x"'))
     bound = bind({"model_type": "mine", "h": 6}, spec=path)
-    assert (bound.stages[0].width, describe_inferred(bound)) == (48, [])
+    assert bound.stages[0].width == 48
+    assert not any("width" in note for note in describe_inferred(bound))
+
+
+def test_roles_that_a_users_spec_leaves_out_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{HEAD.replace('DIM', 'd')}ops = [{QKV}, {ATTEND}, {OUT}, {MLP}]\n")
+    assert describe_inferred(bind({"model_type": "mine", "h": 6}, spec=path)) == [
+        "mine.toml says no split for q, k, v, o and 3 more; no gate for act: taken from the order of its ops; add what "
+        "is wrong (docs/specs.md, Roles)"
+    ]
+
+
+def test_roles_of_shipped_ops_are_not_named(tmp_path: Path) -> None:
+    """A user's spec that extends a shipped one answers for its own ops alone."""
+    assert describe_inferred(bind("llama-3.1-8b")) == []
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "llama"\narchitecture = "Mine"\nsource = "mine"\n')
+    config = {"model_type": "mine", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+              "intermediate_size": 128, "vocab_size": 100}  # fmt: skip
+    assert describe_inferred(bind(config, spec=path)) == []
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from flopcalc import Utilization, bind
+from flopcalc import Utilization, bind, estimate_flops
 from flopcalc.base.text_table import format_grid
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.report.estimate import NOT_COUNTED, format_csv, format_estimate
 
 TEXT = "llama-3.1-8b"
+DECODE = {"phase": "decode", "seq_len": 1}
 
 
 def make(model: str = TEXT, seq: int = 2048, **settings: Any) -> Estimate:
@@ -137,3 +138,20 @@ def test_words_of_the_work() -> None:
 
 def test_grid_of_nothing() -> None:
     assert "a" in format_grid(["a", "b"], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "shown"),
+    [
+        ("llama-3.3-70b", {**DECODE, "context": 24575, "batch_size": 12, "kv_cache": "fp8"}, "45.00 GiB in fp8"),
+        ("llama-3.3-70b", {"phase": "prefill", "seq_len": 24576}, "7.50 GiB in bf16"),
+        ("deepseek-v3", {**DECODE, "context": 4090, "seq_len": 6}, "274.50 MiB in bf16"),  # latents
+        ("gemma-3-12b", {**DECODE, "context": 32767}, "2.31 GiB in bf16"),  # windows of 1,024
+        ("mamba-130m", {**DECODE, "context": 100}, ""),
+    ],
+)  # fmt: skip
+def test_the_cache_of_keys_and_values_is_shown(name: str, sizes: dict[str, Any], shown: str) -> None:
+    lines = [
+        line for line in format_estimate(estimate_flops(name, **sizes)).splitlines() if line.startswith("KV cache")
+    ]
+    assert [line.split()[2:6] for line in lines] == ([shown.split()] if shown else [])

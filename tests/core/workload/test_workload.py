@@ -10,9 +10,10 @@ import pytest
 
 from flopcalc import WorkloadError, bind, make_workload
 from flopcalc.core.workload.batch import read_batch
-from flopcalc.core.workload.pairs import block_pairs, causal_pairs, decode_pairs, window_pairs
+from flopcalc.core.workload.pairs import causal_pairs, decode_pairs, window_pairs
 from flopcalc.core.workload.sums import Expression, Frames, Logits, Pairs, Patches, Tokens
 from flopcalc.core.workload.workload import Workload, read_grids
+from flopcalc.hardware.attention_blocks import block_pairs
 
 Grid = tuple[int, int, int]
 Mask = list[list[bool]]
@@ -160,25 +161,25 @@ def test_logit_rows_of_padded_rows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "seq is missing"),
+        ({}, "seq_len is missing"),
         ({"seq_len": 0}, "at least 1"),
         ({"seq_len": -3}, "at least 1"),
         ({"seq_len": 10**13}, "at most"),
         ({"seq_len": 10**5000}, "at most"),
         ({"seq_len": 1.5}, "whole number"),
-        ({"seq_len": "12"}, "whole number"),
+        ({"seq_len": "12x"}, "whole number"),
         ({"seq_len": True}, "whole number"),
-        ({"seq_len": 4, "batch_size": 0}, "batch must be at least 1"),
+        ({"seq_len": 4, "batch_size": 0}, "batch_size must be at least 1"),
         ({"seq_len": 4, "batch_size": None}, "whole number"),
         ({"seq_len": 4, "phase": "backward"}, "train, forward, prefill, decode"),
         ({"seq_len": 4, "phase": []}, "unknown"),
         ({"seq_len": 4, "context": 3}, "context belongs to phase decode"),
         ({"seq_len": 4, "context": -1, "phase": "decode"}, "at least 0"),
         ({"seq_len": 4, "logits": 0}, "logits must be at least 1"),
-        ({"seq_len": 4, "logits": "first"}, "logits must be a whole number"),
+        ({"seq_len": 4, "logits": "first"}, "logits: 'first' is not a whole number"),
         ({"lengths": []}, "at least one document"),
         ({"lengths": [3, 0]}, "lengths must be at least 1"),
-        ({"lengths": 3}, "list of document lengths"),
+        ({"lengths": 3}, "lengths must be a list"),
         ({"lengths": [3], "seq_len": 3}, "one packed row"),
         ({"lengths": [3], "batch_size": 2}, "one packed row"),
         ({"lengths": [3], "phase": "decode"}, "decode takes neither"),
@@ -306,6 +307,11 @@ def test_bad_batch(batch: Any, words: str) -> None:
     with pytest.raises(WorkloadError) as caught:
         read_batch(batch)
     assert words in str(caught.value)
+
+
+def test_a_workload_holds_patches() -> None:
+    with pytest.raises(WorkloadError, match=r"a workload takes no images\. Did you mean image_grid_thw.*in pixels"):
+        make_workload(1, 8, images=[(640, 480)])  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
