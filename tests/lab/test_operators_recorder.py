@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import mark_heavy
 
 from flopcalc.base.data import find_data_dir
 from flopcalc.core.workload.workload import make_workload
@@ -50,7 +51,7 @@ def _add_one_expert(config: Json) -> Json:
     }
 
 
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("name", mark_heavy(WITH_EXPERTS, ["mixtral", "deepseek_v3"]))
 @pytest.mark.parametrize("load", [{}, {"phase": "decode", "context": 9}])
 def test_bytes_of_experts_follow_how_many_a_token_has(name: str, load: dict[str, Any]) -> None:
     """In every variant that was recorded: a number that no trace varies would be taken for a plain one."""

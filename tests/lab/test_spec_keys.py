@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import SpecError, bind
 from flopcalc.base.data import list_data_files, load_toml
@@ -19,6 +20,7 @@ from lab.spec_keys import compare, infer_keys, infer_rotation, write_key
 EXAMPLES = list_data_files("examples")
 # Specs that describe a class of another type: that type's own example speaks for them.
 VARIANTS = {name for path in list_data_files("specs").values() for name in load_toml(path).get("variants", {}).values()}
+TYPES = sorted(EXAMPLES.keys() - VARIANTS)
 # Type -> op and key where sizes mislead, with what the spec says of it.
 OTHERWISE: dict[str, dict[str, str]] = {
     "bailing_hybrid": {"self_attn.o_norm over": "its weight"},
@@ -104,13 +106,13 @@ OTHERWISE: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", sorted(EXAMPLES.keys() - VARIANTS))
+@pytest.mark.parametrize("model_type", mark_heavy(TYPES, LIGHT_TYPES))
 def test_a_shipped_spec_says_what_the_sizes_of_its_examples_do(model_type: str) -> None:
     found = infer_keys(model_type, EXAMPLES[model_type])
     assert {f"{each.name} {each.key}": each.said for each in found} == OTHERWISE.get(model_type, {})
 
 
-@pytest.mark.parametrize("model_type", sorted(EXAMPLES.keys() - VARIANTS))
+@pytest.mark.parametrize("model_type", mark_heavy(TYPES, LIGHT_TYPES))
 def test_no_shipped_spec_leaves_its_width_to_be_inferred(model_type: str) -> None:
     for config in load_toml(EXAMPLES[model_type]).get("configs", [])[:1]:
         given = {"model_type": model_type, **{key: value for key, value in config.items() if key != "null_keys"}}
@@ -131,7 +133,7 @@ def test_recordings_with_eager_attention_alone_are_of_types_without_sdpa() -> No
     assert said == {name for name in specs if is_eager(name)}
 
 
-@pytest.mark.parametrize("model_type", sorted(EXAMPLES.keys() - VARIANTS))
+@pytest.mark.parametrize("model_type", mark_heavy(TYPES, LIGHT_TYPES))
 def test_a_shipped_spec_rotates_what_its_recorded_operators_do(model_type: str) -> None:
     for config in load_toml(EXAMPLES[model_type]).get("configs", [])[:1]:
         given = {key: value for key, value in config.items() if key != "null_keys"}

@@ -62,7 +62,7 @@ def test_a_changed_config_binds_or_says_why(name: str) -> None:
             assert said is None or len(said) > 20, what
 
 
-@pytest.mark.parametrize("name", thin(EXAMPLES, 3))
+@pytest.mark.parametrize("name", mark_heavy(EXAMPLES, LIGHT_TYPES))
 def test_a_missing_required_key_is_named(name: str) -> None:
     for config in load_configs(name):
         for key in bind(config).spec.required:

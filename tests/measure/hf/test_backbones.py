@@ -102,14 +102,17 @@ def test_segmentation_over_a_backbone_equals_hf(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "cell", "grid"),
-    [
-        ("upernet", 1, [1, 64, 96]),  # a ResNet
-        ("maskformer", 4, [1, 24, 24]),  # and others a Swin
-        ("mask2former", 4, [1, 16, 16]),
-        ("depth_anything", 14, [1, 5, 6]),  # a DINOv2
-        ("prompt_depth_anything", 14, [1, 5, 6]),
-        ("zoedepth", 16, [1, 6, 6]),  # a BEiT
-    ],
+    thin(
+        [
+            ("upernet", 1, [1, 64, 96]),  # a ResNet
+            ("maskformer", 4, [1, 24, 24]),  # and others a Swin
+            ("mask2former", 4, [1, 16, 16]),
+            ("depth_anything", 14, [1, 5, 6]),  # a DINOv2
+            ("prompt_depth_anything", 14, [1, 5, 6]),
+            ("zoedepth", 16, [1, 6, 6]),  # a BEiT
+        ],
+        3,
+    ),
 )
 @pytest.mark.parametrize("left_out", thin([{}, {"backbone_config": None}], 2))
 def test_a_backbone_that_is_left_out_is_that_of_hf(name: str, cell: int, grid: list[int], left_out: Json) -> None:
