@@ -103,15 +103,16 @@ def _read_logits(name: str, field: Field, value: Any) -> int | str:  # noqa: ARG
 
 def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple[int, str]:  # noqa: ARG001
     """Sequences, "auto", or tokens as a number and the suffix that was written."""
+    if not isinstance(value, str):
+        return read_size(value, name)
     if value == AUTO:
         return AUTO
-    tokens = re.fullmatch(_TOKENS, value) if isinstance(value, str) else None
-    if tokens is not None:
+    if (tokens := re.fullmatch(_TOKENS, value)) is not None:
         try:
             return parse_tokens(tokens[1]), tokens[1][-1:].lower()
         except WorkloadError as error:
             raise WorkloadError(f"{spell(name)}: {error}") from None
-    if isinstance(value, str) and value.isalpha():
+    if value.isalpha():
         raise WorkloadError(f"{spell(name)} is sequences, tokens as in '4M tokens', or auto, not {format_value(value)}")
     return read_size(value, name)
 
