@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from headers import HEADER, write_gguf
 
@@ -75,24 +76,20 @@ def read_case(path: Path) -> Case:
 @contextlib.contextmanager
 def lay_out(case: Case, folder: Path) -> Iterator[None]:
     """Go where the case's files lie, and nothing else."""
-    before, data = os.getcwd(), os.environ.get("FLOPCALC_DATA")
+    before = os.getcwd()
     shutil.rmtree(folder, ignore_errors=True)
     for name, content in case.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     folder.mkdir(exist_ok=True)
-    os.environ["FLOPCALC_DATA"] = str(folder / "data")
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-        if data is None:
-            del os.environ["FLOPCALC_DATA"]
-        else:
-            os.environ["FLOPCALC_DATA"] = data
-        load_predictor.cache_clear()
+    with mock.patch.dict(os.environ, FLOPCALC_DATA=str(folder / "data"), HF_HUB_CACHE=str(folder / "hub")):
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+            load_predictor.cache_clear()
 
 
 def call(case: Case) -> tuple[object, str, str]:
@@ -489,6 +486,59 @@ def draw_page(rng: random.Random) -> Case:
     return Case(["page", "[" * 100_000 if rng.random() < 0.01 else text])
 
 
+# --- Adapters, the hub's cache, and numbers in every place ------------------------------------------------------------
+ADAPTER: dict[str, Any] = {
+    "base_model_name_or_path": "gpt2", "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["c_attn"],
+    "task_type": "CAUSAL_LM", "modules_to_save": None, "rank_pattern": {}, "layers_to_transform": None,
+    "use_dora": False, "target_parameters": None, "exclude_modules": None, "bias": "none", "use_rslora": True,
+}  # fmt: skip
+
+
+def draw_adapter(rng: random.Random) -> Case:
+    settings = spoil(spoil(ADAPTER, rng), rng)
+    if rng.random() < 0.3:
+        settings["base_model_name_or_path"] = rng.choice(("meta-llama/Llama-3.1-8B", "../..", "ad", ".", "\0", "a/b"))
+    if rng.random() < 0.3:
+        settings["target_modules"] = rng.choice(("all-linear", ".*", "(a+)+b", ["c_attn"] * 1000, "x" * 9999))
+    return Case(
+        [rng.choice(("estimate", "explain")), "ad", "--seq", "64"], {"ad/adapter_config.json": as_json(settings)}
+    )
+
+
+def draw_hub(rng: random.Random) -> Case:
+    """A cache of the hub with spoiled files."""
+    config = load_shipped("presets", "llama-3.2-1b")["config"]
+    files = {
+        "refs/main": rng.choice((b"abc", b"abc", b"abc", b"", b"../../..", b"abc\n", b"\0" * 10, b"x" * 100_000)),
+        "snapshots/abc/config.json": rng.choice((as_json(spoil(config, rng)), b"", b"[]", b"{", b"\xff")),
+    }
+    arguments = ["estimate", "meta-llama/Llama-3.1-8B", "--seq", "64", "--json"]
+    return Case(arguments, {f"hub/models--meta-llama--Llama-3.1-8B/{name}": data for name, data in files.items()})
+
+
+NUMBERS = (
+    "0", "-1", "1e400", "nan", "inf", "1e-400", "0.0000001", "9" * 400, "1e18", "1_000", "0x10", "١٢", "½", "1/3", "1e",
+    "+5", "--5", " 5", "5k5", "5kk", "-0", "1e308", "1e-308", "0.1%", "1000%", "$", "2$", "€3", "1ms", "0ms", "1e9h",
+    "5m", "1.5.2", *("8", "2", "40%", "2.50$", "400g/kWh", "500ms", "1.5", "16Mtok") * 3,
+)  # fmt: skip
+MEASURED = {
+    "plan": ("--batch", "--tokens", "--mfu", "--price", "--grid", "--pue", "--gpus", "--memory", "--dp", "--top"),
+    "translate": ("--mfu", "--tokens-per-second", "--step-time", "--gpus", "--batch"),
+    "predict": ("--batch", "--price", "--grid", "--pue", "--context", "--gpus", "--seq"),
+    "explain": ("--batch", "--seq", "--gpus", "--lengths"), "compare": ("--batch", "--seq", "--image"),
+    "estimate": ("--device", "--batch", "--gpus", "--step-time", "--mfu", "--tokens", "--max-pixels", "--audio"),
+}  # fmt: skip
+
+
+def draw_number(rng: random.Random) -> Case:
+    command = rng.choice(list(MEASURED))
+    arguments = [command, "llama-3.2-1b", "--seq", "64", *NEEDED.get(command, ())]
+    arguments += ["gpt2"] if command == "compare" else ["--device", "h200"] if command == "predict" else []
+    for _ in range(1 + rng.randrange(2)):
+        arguments += [rng.choice(MEASURED[command]), rng.choice(NUMBERS)]
+    return Case([*arguments, *rng.choice(([], ["--json"]))])
+
+
 # --- Large files ------------------------------------------------------------------------------------------------------
 def draw_large(rng: random.Random) -> Case:
     """Files of up to 10 MB, for every reader."""
@@ -531,7 +581,8 @@ KINDS: dict[str, tuple[Draw, int]] = {
     "command": (draw_command, 150), "config": (draw_config, 40), "spec": (draw_spec, 25), "table": (draw_table, 10),
     "predictor": (draw_predictor, 6), "results": (draw_results, 20), "launch": (draw_launch, 60),
     "header": (draw_header, 40), "bomb": (draw_bomb, 20), "pipeline": (draw_pipeline, 20), "image": (draw_image, 30),
-    "page": (draw_page, 40), "serving": (draw_serving, 20), "pattern": (draw_pattern, 0), "large": (draw_large, 0),
+    "page": (draw_page, 40), "serving": (draw_serving, 20), "adapter": (draw_adapter, 20), "hub": (draw_hub, 10),
+    "number": (draw_number, 30), "pattern": (draw_pattern, 0), "large": (draw_large, 0),
 }  # fmt: skip
 
 

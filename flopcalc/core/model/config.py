@@ -332,9 +332,6 @@ def _load_adapter(name: str, path: str, download: bool, is_base: bool) -> Source
 
     adapter = read_adapter(_load_json(path), path)
     beside = os.path.join(os.path.dirname(os.path.abspath(path)), adapter.base)
-    base_path = beside if os.path.isdir(beside) else os.path.expanduser(adapter.base)
-    if os.path.realpath(base_path) == os.path.dirname(os.path.realpath(path)):
-        raise ConfigError(f"{path}: its base_model_name_or_path is its own folder")
     try:
         base = _load_named(beside if os.path.isdir(beside) else adapter.base, download, is_base=True)
     except ConfigError as error:

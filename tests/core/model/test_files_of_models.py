@@ -215,10 +215,9 @@ def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:
         settings = {"base_model_name_or_path": str(tmp_path / base), "r": 4, "target_modules": ["q_proj"]}
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(settings))
     (tmp_path / "link").symlink_to(tmp_path / "own")
-    with pytest.raises(ConfigError, match=r"its base: .*an adapter too; give base_model_name_or_path of a whole"):
-        bind(str(tmp_path / "a"))
-    with pytest.raises(ConfigError, match="its base_model_name_or_path is its own folder"):
-        bind(str(tmp_path / "own"))
+    for name in ("a", "own"):
+        with pytest.raises(ConfigError, match=r"its base: .*an adapter too; give base_model_name_or_path of a whole"):
+            bind(str(tmp_path / name))
 
 
 def test_a_pipeline_reads_no_other_folder(tmp_path: Path) -> None:
