@@ -182,7 +182,8 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
         )
     check_site(found.power, setup.get("pue"), setup.get("grid"))
     return found._replace(
-        notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus, tokens_per_s=found.tokens_per_s * gpus,
+        notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus,
+        tokens_per_s=None if found.tokens_per_s is None else found.tokens_per_s * gpus,
         pue=setup.get("pue"), grid_g_per_kwh=setup.get("grid"),
     )  # fmt: skip
 

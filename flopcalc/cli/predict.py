@@ -120,8 +120,9 @@ def _show_list(
 
     rows = lists.expand(given)
     results = [_predict(model, row.options, memory) for row in rows]
+    unit = results[0].found.rate[1]
     if plot_file is not None:
-        lists.draw(plot_file, rows, [each.found.tokens_per_s for each in results], "tokens/s")
+        lists.draw(plot_file, rows, [each.found.rate[0] for each in results], f"{unit}/s")
     if style == "json":
         lists.show_rows(rows, [each.to_dict() for each in results])
         return
@@ -130,8 +131,8 @@ def _show_list(
     notes = [list(each.found.notes) for each in results]
     cells = [make_cells(each.found, each.largest) for each in results]
     if style == "html":
-        bars = [(each.found.tokens_per_s, format_rate(each.found.tokens_per_s)) for each in results]
-        page = lists.make_page(rows, cells, notes, title=title, label="Tokens per second", bars=bars)
+        bars = [(each.found.rate[0], format_rate(each.found.rate[0])) for each in results]
+        page = lists.make_page(rows, cells, notes, title=title, label=f"{unit.capitalize()} per second", bars=bars)
         write_page(page, output)
         return
     lists.show_table(rows, cells, notes, title=title)

@@ -172,10 +172,11 @@ class _Reader:
         self.has_images = bool(load.all_grids)
         name = str(estimator.source.config["model_type"])
         data = load_file(name)
-        if data is None:
+        if data is None or not any(key.startswith(f"{load.phase} ") for key in data["parts"]):
             self.stand_in = SEEING if estimator.vision is not None else TEXT
+            where = "" if data is None else f" in phase {load.phase}"
             data = load_file(self.stand_in.name)
-            self._note(f"operators of {name} were not recorded: those of {self.stand_in.name} are used")
+            self._note(f"operators of {name} were not recorded{where}: those of {self.stand_in.name} are used")
             if data is None:
                 raise SpecError(
                     f"{find_file(self.stand_in.name)} is missing, which stands in for {name!r}: the installation is "

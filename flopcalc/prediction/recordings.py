@@ -177,6 +177,10 @@ def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
     windows = list_windows(estimator, keys)
     if is_decode and windows:  # a full window's cache: what it keeps, and with the new row
         features |= {"held": rows * (min(windows) - 1), "filled": rows * min(windows)}
+    if load.decoder is not None:
+        made = load.decoder.seq
+        features |= {"made": rows * made, "made_seq": made, "made_pairs": rows * made**2, "made_square": made**2}
+        features |= {"crossed": rows * made * seq, "crossed_square": made * seq}
     if load.all_grids:
         grids = load.all_grids
         features |= {

@@ -135,7 +135,7 @@ class Floors(NamedTuple):
     bytes: int  # weights, gradients, optimizer states and cached keys; activations may stay on the chip
     compute_s: float
     bandwidth_s: float | None  # None: the device's bandwidth is not known
-    tokens_per_s: float  # at the higher floor: no code can be faster
+    tokens_per_s: float | None  # at the higher floor: no code can be faster; None: the step has images alone
 
     def to_dict(self) -> dict[str, Any]:
         intensity = self.flops / self.bytes
@@ -149,11 +149,13 @@ class Floors(NamedTuple):
 
     def __str__(self) -> str:
         shown = self.to_dict()
-        compute, rate = format_seconds(self.compute_s), f"at most {format_rate(self.tokens_per_s)} tokens/s"
+        compute = format_seconds(self.compute_s)
+        rate = [] if self.tokens_per_s is None else [f"at most {format_rate(self.tokens_per_s)} tokens/s"]
         if self.bandwidth_s is None:
-            return f"compute {compute}, {rate}; the device's bandwidth is not known"
+            return f"{', '.join([f'compute {compute}', *rate])}; the device's bandwidth is not known"
+        times = f"compute {compute}, bandwidth {format_seconds(self.bandwidth_s)}"
         return (
-            f"compute {compute}, bandwidth {format_seconds(self.bandwidth_s)}: {rate}; "
+            f"{': '.join([times, *rate])}; "
             f"{shown['flops_per_byte']:,.4g} FLOPs per byte, compute-bound above {shown['ridge_flops_per_byte']:,.0f}"
         )
 
@@ -167,7 +169,8 @@ def find_floors(estimate: Estimate, device: Device, dtype: str | None, width: in
     bandwidth = device.bandwidth_gb_per_s
     compute_s = find_ideal_time(sum_dtypes(estimate, "model"), device=device.id, dtype=dtype).seconds or 0.0
     bandwidth_s = None if bandwidth is None else moved / (bandwidth * 1e9)
-    return Floors(flops, moved, compute_s, bandwidth_s, estimate.tokens / max(compute_s, bandwidth_s or 0.0))
+    rate = estimate.tokens / max(compute_s, bandwidth_s or 0.0) if estimate.tokens else None
+    return Floors(flops, moved, compute_s, bandwidth_s, rate)
 
 
 def format_rate(tokens_per_s: float) -> str:

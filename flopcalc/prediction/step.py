@@ -15,7 +15,7 @@ from flopcalc.base.rows import Rows, shorten
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_bytes, format_seconds, read_number
 from flopcalc.base.vocabulary import CallKernel, Execution, Kernel, Optimizer, check_flag, check_word
-from flopcalc.core.estimate.estimate import Estimate, Estimator, check_tokens
+from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
@@ -44,7 +44,7 @@ from flopcalc.prediction.memory.peak import (
     resize_batch,
 )
 from flopcalc.prediction.moe_versions import FREE, RECORDED, USUAL, is_routed, parse_version
-from flopcalc.prediction.roofline import Floors, describe_execution, find_floors
+from flopcalc.prediction.roofline import Floors, describe_execution, find_floors, format_rate
 from flopcalc.prediction.watts import Energy, Power, Range, find_energy, find_power_model
 
 __all__ = ["Prediction", "StepTime", "find_largest_batch", "predict_estimate"]
@@ -69,7 +69,7 @@ class Prediction(NamedTuple):
     host_s: float
     mfu: float
     hfu: float
-    tokens_per_s: float
+    tokens_per_s: float | None  # None: the step has images alone
     breakdown: dict[str, float]  # kind -> seconds; they add up to the likeliest time
     modules: dict[str, float]  # module -> seconds on the device
     memory: Memory | None
@@ -99,8 +99,20 @@ class Prediction(NamedTuple):
     def energy(self) -> Energy | None:
         """What a step takes on all GPUs."""
         seconds = Range(*(value + self.pause_s for value in self.step_time_s))
-        tokens = self.tokens_per_s * seconds.mid
+        tokens = (self.tokens_per_s or 0.0) * seconds.mid
         return find_energy(self.power, seconds, tokens, self.gpus, self.pue, self.grid_g_per_kwh)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.global_batch / (self.step_time_s.mid + self.pause_s)
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """Tokens per second, or samples where there are no tokens; and which of them."""
+        return (self.samples_per_s, "samples") if self.tokens_per_s is None else (self.tokens_per_s, "tokens")
+
+    def describe_rate(self) -> str:
+        return f"{format_rate(self.rate[0])} {self.rate[1]}/s"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -117,6 +129,7 @@ class Prediction(NamedTuple):
             "mfu": self.mfu,
             "hfu": self.hfu,
             "tokens_per_s": self.tokens_per_s,
+            "samples_per_s": self.samples_per_s,
             "breakdown": {**self.breakdown, "modules": self.modules},
             "memory_bytes": (
                 {**self.memory.to_dict(), "fits": self.fits, "capacity": self.capacity} if self.memory else None
@@ -151,7 +164,7 @@ class Prediction(NamedTuple):
         return (
             f"{shorten(self.model)}, {shorten(self.workload)} on {self.device} in {self.dtype}, {self.execution}: step "
             f"{mid} ({low} to {high}), bound by the {self.bound}, MFU {100 * self.mfu:.1f} %, "
-            f"{self.tokens_per_s:,.0f} tokens/s{fit}"
+            f"{self.describe_rate()}{fit}"
         )
 
     def _repr_html_(self) -> str:
@@ -181,7 +194,6 @@ def predict_estimate(
     tokens per second and the breakdown do. `transformers` is the version whose code runs. With `timeline` the result
     has `events`, for `save_trace`.
     """
-    check_tokens(estimate, "a predicted step")
     chosen = choose_execution(execution, check_flag(compiled, "compiled"))
     memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
     timeline = check_flag(timeline, "timeline")
@@ -340,7 +352,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         clock.host_s() * settings.host_factor,
         _share(mfu(estimate, whole, **share)),
         _share(hfu(estimate, whole, **share)),
-        estimate.tokens / whole,
+        estimate.tokens / whole if estimate.tokens else None,
         clock.breakdown(whole),
         clock.modules(),
         None,
@@ -445,7 +457,7 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
 
     def gain(text: str, changed: Estimate, **options: Any) -> None:
         after = _predict(changed, settings._replace(**options))
-        tried.append((after.tokens_per_s / now.tokens_per_s - 1, text))
+        tried.append((after.samples_per_s / now.samples_per_s - 1, text))
 
     def fits(estimator: Estimator, load: Workload, times: int) -> bool:
         return device.memory_gb is None or settings.find_memory([(estimator, load, times)]).fits(device)
@@ -469,4 +481,4 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
     best = max(tried, default=(0.0, ""))
     if best[0] < 0.02:
         return "nothing that can be predicted here would help by more than 2 %"
-    return f"{best[1]}: {100 * best[0]:.0f} % more tokens per second"
+    return f"{best[1]}: {100 * best[0]:.0f} % more {now.rate[1]} per second"

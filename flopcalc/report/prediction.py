@@ -33,9 +33,7 @@ def format_prediction(
     notes = list(prediction.notes)
     seconds = prediction.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
-    shares = (
-        f"{_percent(prediction.mfu)}   HFU {_percent(prediction.hfu)}   {format_rate(prediction.tokens_per_s)} tokens/s"
-    )
+    shares = f"{_percent(prediction.mfu)}   HFU {_percent(prediction.hfu)}   {prediction.describe_rate()}"
     times = [
         [TIME_KINDS[name], format_seconds(value), _percent(value / seconds.mid)]
         for name, value in prediction.breakdown.items()
@@ -96,12 +94,13 @@ def format_energy_lines(energy: Energy | None, span: str, label: int = 10) -> li
 def make_cells(prediction: Prediction, largest: int | None) -> dict[str, str | None]:
     """A row of a table of predictions."""
     fit = "too much: " if prediction.fits is False else ""
+    most = prediction.floors.tokens_per_s if prediction.floors else None
     return {
         "step": format_seconds(prediction.step_time_s.mid),
         "bound": prediction.bound,
         "MFU": _percent(prediction.mfu),
-        "tokens/s": format_rate(prediction.tokens_per_s),
-        "at most": format_rate(prediction.floors.tokens_per_s) if prediction.floors else None,
+        f"{prediction.rate[1]}/s": format_rate(prediction.rate[0]),
+        "at most": format_rate(most) if most is not None else None,
         "memory": None if prediction.memory is None else f"{fit}{format_bytes(prediction.memory.peak)}",
         "max batch": None if largest is None else str(largest),
     }

@@ -12,7 +12,7 @@ from flopcalc.prediction.operators import list_operators
 from lab.operators import denoisers
 from lab.operators.configs import Json, list_variants, resize, set_window
 from lab.operators.recording import FAILURES
-from lab.operators.runs import Run, make_load, run
+from lab.operators.runs import Run, make_load, make_workload_of, run
 
 Sums = dict[tuple[str, str], list[int]]  # (direction, kind) -> bytes read, bytes written, calls
 LIMIT = 0.15  # of --check
@@ -103,11 +103,15 @@ def check(model_type: str) -> int:
 
 
 def list_checks(example: Example) -> Iterator[tuple[str, Json]]:
-    if "text" not in example.skip:
+    if example.decoder_seq or example.clips:
+        for phase, batch in (("train", 3), ("forward", 2)):
+            yield phase, make_workload_of(example, batch, 37, 17)
+    elif "text" not in example.skip and any("seq" in each for each in example.images or [{"seq": 1}]):
         yield "train", {"batch": 3, "seq": 37}
         yield "forward", {"batch": 2, "seq": 23}
         yield "prefill", {"batch": 4, "seq": 31}
         yield "decode", {"batch": 4, "seq": 1, "context": 29}
     for images in example.images[:1]:
-        yield "train", {**images, "batch": 3, "seq": images["seq"] + 5}
-        yield "forward", {**images, "batch": 3, "seq": images["seq"] + 5}
+        length = {"seq": images["seq"] + 5} if "seq" in images else {}
+        yield "train", {**images, "batch": 3, **length}
+        yield "forward", {**images, "batch": 3, **length}

@@ -201,9 +201,12 @@ def make_fitter(chosen: list[tuple[Run, Any]]) -> Fitter:
 
 def find_base(run: Run) -> tuple[str, str]:
     """What grows as most tensors do: tokens and the width, or a denoiser's tokens and the length of its heads."""
-    if not run.estimator.is_diffusion:
-        return "tokens", "width"
-    return "joint", next(name for name in list_sizes(run.estimator.stages, None) if name.endswith(".qk"))
+    sizes = list_sizes(run.estimator.stages, None)
+    if run.estimator.is_diffusion:
+        return "joint", next(name for name in sizes if name.endswith(".qk"))
+    features = [name for name, value in run.features.items() if value]
+    feature = next(name for name in features if name in ("tokens", "patches") or ":" in name)
+    return feature, "width" if "width" in sizes else next(name for name in sizes if name.endswith(".n_out"))
 
 
 def list_widths(runs: list[Run]) -> tuple[int, ...]:
@@ -231,7 +234,8 @@ def record(model_type: str) -> Recording:
         for name in (model_type, find_language(configs[0])[0]):  # a config may leave out what its inner one is
             recording.usual[name] = find_usual(name)
         for attention in ("sdpa", "eager") if is_whole else ("sdpa",):
-            for has_images in (True, False) if example.images else (False,):
+            is_alone = any("seq" not in each for each in example.images)
+            for has_images in (True, False)[: 1 if is_alone else 2] if example.images else (False,):
                 kept: dict[str, dict[str, list[Run]]] = defaultdict(dict)
                 for phase in PHASES:
                     is_rare = not has_images and (attention == "eager" or "text" in example.skip)
@@ -261,7 +265,7 @@ def run_all(
     workloads = list_workloads(example, phase, has_images)
     for number, config in enumerate(configs):
         for workload in workloads if not number else workloads[number % 2 :][:1]:
-            keys = workload["seq"] + workload.get("context", 0)
+            keys = workload.get("seq", 0) + workload.get("context", 0)
             chosen = set_window(config, 5 if is_windowed else 4096)
             try:
                 masked = is_masked(make_estimator(example, chosen), keys)

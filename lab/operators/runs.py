@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from flopcalc.base.vocabulary import PHASES as STEP_PHASES
-from flopcalc.base.vocabulary import check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate
-from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.core.workload.workload import Workload
+from flopcalc.measure.hf.compare import make_load as make_example_load
 from flopcalc.measure.hf.examples import Example, find_example, make_estimator, make_inputs
 from flopcalc.measure.hf.models import build_model
+from flopcalc.measure.hf.verify import pick
 from flopcalc.prediction.recordings import list_features, list_windows
 from lab.operators.dispatch import Trace, trace_operators
 
 Json = dict[str, Any]
 PHASES = ("train", "flow", "forward", "prefill", "decode")
+CACHELESS = ("train", "flow", "forward")
 
 
 class Run:
@@ -37,17 +38,28 @@ def is_masked(estimator: Estimator, keys: int) -> bool:
 
 
 def list_workloads(example: Example, phase: str, has_images: bool) -> list[Json]:
+    """Two batches of two lengths; none of a decoder's phases where an encoder's result would have to be kept."""
     if has_images:
         # One image a sample, then two; of two grids where the tower takes any, but all images of a run alike.
         first, last = example.images[0], example.images[-1]
+        one, two = {"batch": 2, "images": first["images"][:1]}, {"batch": 3, "images": last["images"][-1:] * 2}
+        if "seq" not in first:
+            return [one, two] if phase in CACHELESS else []
         room = max(first["seq"], last["seq"])
-        return [
-            {**first, "batch": 2, "seq": room, "images": first["images"][:1]},
-            {**first, "batch": 3, "seq": 2 * room + 4, "images": last["images"][-1:] * 2},
-        ]
+        return [{**first, **one, "seq": room}, {**first, **two, "seq": 2 * room + 4}]
+    if example.decoder_seq or example.clips:
+        return [make_workload_of(example, 2, 13, 7), make_workload_of(example, 3, 19, 11)] if phase in CACHELESS else []
     if phase == "decode":
         return [{"batch": 2, "seq": 1, "context": 11}, {"batch": 3, "seq": 1, "context": 18}]
     return [{"batch": 2, "seq": 13}, {"batch": 3, "seq": 19}]
+
+
+def make_workload_of(example: Example, batch: int, seq: int, decoder_seq: int) -> Json:
+    """A workload of a model with a decoder, an encoder of sound, or both; sound has a length of its own."""
+    if example.clips and not example.decoder_seq:
+        return {"batch": batch, "seq": seq + 20, "clips": example.clips}
+    own = {"clips": example.clips} if example.clips else {"seq": seq}
+    return {"batch": batch, **own, "decoder_seq": decoder_seq}
 
 
 def run(example: Example, config: Json, phase: str, attention: str, workload: Json) -> Run:
@@ -77,14 +89,7 @@ def build(model_type: str, text: str, attention: str) -> tuple[Any, Estimator]:
 
 
 def make_load(workload: Json, phase: str) -> Workload:
-    grids = [grid for _ in range(workload["batch"]) for grid in workload.get("images", [])]
-    return make_workload(
-        workload["batch"],
-        workload["seq"],
-        image_grid_thw=grids or None,
-        context=workload.get("context"),
-        phase=check_word("train" if phase == "flow" else phase, STEP_PHASES, "phase"),
-    )
+    return make_example_load({**workload, "phase": "train" if phase == "flow" else phase})
 
 
 def trace(model: Any, example: Example, estimator: Estimator, phase: str, workload: Json) -> Trace:
@@ -94,6 +99,8 @@ def trace(model: Any, example: Example, estimator: Estimator, phase: str, worklo
     if phase == "flow":
         handles = let_through(model, estimator)
     inputs = make_inputs(example, model.config, workload, estimator)
+    if "input_ids" not in inputs:  # nothing in such a model brings its input to the weights' format
+        inputs = {name: each.bfloat16() if each.is_floating_point() else each for name, each in inputs.items()}
     extra: Json = dict(example.call)
     if phase == "decode":
         context = make_inputs(example, model.config, {**workload, "seq": workload["context"]}, estimator)
@@ -103,16 +110,25 @@ def trace(model: Any, example: Example, estimator: Estimator, phase: str, worklo
         past = filled[0]
         token = torch.full((workload["batch"], 1), 3)
         return trace_operators(model, no_grad(lambda: model(input_ids=token, past_key_values=past, use_cache=True)))
-    extra["use_cache"] = phase == "prefill"  # models that do not name it hand it on
+    if example.loss == "labels":
+        extra["use_cache"] = phase == "prefill"  # models that do not name it hand it on
     if phase == "prefill":
         extra["logits_to_keep"] = 1
     if phase in ("forward", "prefill"):
         return trace_operators(model, no_grad(lambda: model(**inputs, **extra)))
-    labels = inputs["input_ids"].clone()
-    found = trace_operators(model, lambda: model(**inputs, labels=labels, **extra).loss)
+    if example.loss == "labels":
+        extra["labels"] = inputs["decoder_input_ids" if estimator.has_decoder else "input_ids"].clone()
+    found = trace_operators(model, lambda: find_loss(model(**inputs, **extra), example))
     for handle in handles:
         handle.remove()
     return found
+
+
+def find_loss(out: Any, example: Example) -> Any:
+    """The model's own loss, or a sum of what it returns."""
+    if example.loss == "labels":
+        return out.loss
+    return sum(pick(out, name).float().sum() for name in example.loss.split())
 
 
 def no_grad(call: Any) -> Any:

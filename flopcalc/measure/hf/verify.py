@@ -74,13 +74,13 @@ def make_step(
 
     def train() -> None:
         out = model(**inputs, **extra)
-        total = sum(_pick(out, name).float().sum() for name in example.loss.split())
+        total = sum(pick(out, name).float().sum() for name in example.loss.split())
         total.backward()
 
     return train
 
 
-def _pick(out: Any, name: str) -> Any:
+def pick(out: Any, name: str) -> Any:
     for part in name.split("."):
         out = out[int(part)] if is_digits(part) else out[part] if isinstance(out, dict) else getattr(out, part)
     return out

@@ -37,7 +37,7 @@ def make_prediction_page(result: Json) -> str:
         ("bound by", f"the {result['bound']}", "what it waits for"),
         ("MFU", show_percent(result["mfu"]), "model FLOPs"),
         ("HFU", show_percent(result["hfu"]), "executed FLOPs"),
-        ("tokens per second", number(result["tokens_per_s"], f"{result['tokens_per_s']:,.0f}"), ""),
+        _show_rate(result),
     ]
     memory = result["memory_bytes"]
     if memory is not None:
@@ -136,9 +136,16 @@ def _list_floors(floors: Json, step: Json) -> Html:
         ("bandwidth: bytes at its bandwidth", show_bytes(floors["bytes"]), show_seconds(floors["bandwidth_s"])),
         ("predicted", "", show_seconds(step["mid"])),
     ]
-    rate = number(floors["tokens_per_s"], f"{floors['tokens_per_s']:,.0f}")
+    rate = floors["tokens_per_s"]
+    most = [] if rate is None else [paragraph("At most ", number(rate, f"{rate:,.0f}"), " tokens per second.")]
     grid = table(["floor", "amount", "least time"], rows, caption="No code can be faster than the higher floor")
-    return join([grid, paragraph("At most ", rate, " tokens per second.")])
+    return join([grid, *most])
+
+
+def _show_rate(result: Json) -> tuple[str, object, object]:
+    unit = "samples" if result["tokens_per_s"] is None else "tokens"
+    rate = result[f"{unit}_per_s"]
+    return f"{unit} per second", number(rate, f"{rate:,.0f}"), ""
 
 
 def _list_modules(modules: Mapping[str, float]) -> Html:
