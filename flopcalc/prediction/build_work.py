@@ -96,7 +96,8 @@ def make_work(
         notes.append(
             "attention goes over windows one by one here, in many small calls of the host: expect 30 % either way"
         )
-    _add_optimizer(rows, load, optimizer, dtype_bytes, moved, hosted, is_fused)
+    stored = 4 if estimator.formats.narrows_weights else dtype_bytes  # bytes of a weight
+    _add_optimizer(rows, load, optimizer, stored, moved, hosted, is_fused)
     return Work(
         tuple(maker.products),
         tuple(maker.attention),

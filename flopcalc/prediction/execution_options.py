@@ -54,11 +54,6 @@ def describe_formats(formats: Formats, optimizer: Optimizer) -> list[str]:
             "quantized weights: products read the bytes that the weights take, at the data sheet's bandwidth; no "
             "kernel for them was measured, and dequantizing is left out"
         )
-    if formats.autocast and formats.model == "fp32":
-        notes.append(
-            "autocast over float32 weights: bf16 copies of weights, and float32 activations between products, are "
-            "neither timed nor held in memory here"
-        )
     if formats.cache and formats.cache != formats.attention:
         notes.append(f"attention is timed with a cache in {formats.attention}, not in {formats.cache}")
     if optimizer in ("adamw-8bit", "adamw-fp8"):

@@ -50,6 +50,10 @@ __all__ = ["Operator", "Operators", "SavedTensor", "list_operators"]
 
 ATTENTION = ("sdpa", "eager")
 _MISSING = ": this model has no"
+_UNCAST = (
+    "autocast over float32 weights was not recorded for this model type: bf16 copies of weights, and float32 "
+    "activations between products, are neither timed nor held in memory here"
+)
 
 
 class Operator(NamedTuple):
@@ -161,6 +165,7 @@ class _Reader:
         self, estimator: Estimator, load: Workload, attention: str, dtype_bytes: int, transformers: str
     ) -> None:
         self.estimator, self.load, self.attention, self.dtype_bytes = estimator, load, attention, dtype_bytes
+        self.is_cast = estimator.formats.narrows_weights
         self.casts_adapters = is_adapter_cast(estimator.formats, dtype_bytes)
         self.masks = list_masks(transformers)
         self.notes: dict[str, None] = {}
@@ -226,12 +231,15 @@ class _Reader:
 
     def _find_part(self, phase: RecordedPhase, table: str, path: str, signature: str, where: str) -> Any:
         """A recorded part, the nearest one where this one was not recorded."""
-        flags = " images" if self.has_images else ""
+        flags, prefix = " images" if self.has_images else "", f"{phase} " if phase else ""
         masked = " masked" if self.attention == "sdpa" and self._is_masked else ""
+        cast = f"{prefix}sdpa autocast{flags}" if self.is_cast and self.attention == "sdpa" else ""
         parts: dict[str, Any] = self.data[table]
-        prefix = f"{phase} " if phase else ""
         asked = f"{prefix}{self.attention}{masked}{flags}"
+        if self.is_cast and cast not in parts:
+            self._note(_UNCAST)
         for key in (
+            *((cast,) if cast in parts else ()),
             asked,
             f"{prefix}{self.attention}{flags}",
             f"{prefix}{self.attention}",
@@ -243,7 +251,7 @@ class _Reader:
             stages = parts.get(key)
             if stages is None:
                 continue
-            if key != asked:
+            if key not in (asked, cast):
                 self._note(f"{asked} was not recorded: {key} is used")
             found = stages.get(path)
             if found is None:

@@ -11,8 +11,8 @@ from flopcalc.measure.hf.examples import Example, find_example
 from flopcalc.prediction.operators import list_operators
 from lab.operators import denoisers
 from lab.operators.configs import Json, list_variants, resize, set_window
-from lab.operators.recording import FAILURES
-from lab.operators.runs import Run, make_load, make_workload_of, run
+from lab.operators.recording import AUTOCAST, FAILURES
+from lab.operators.runs import CACHELESS, Run, make_load, make_workload_of, run
 
 Sums = dict[tuple[str, str], list[int]]  # (direction, kind) -> bytes read, bytes written, calls
 LIMIT = 0.15  # of --check
@@ -21,8 +21,9 @@ LIMIT = 0.15  # of --check
 def add_up_both(
     example: Example, config: Json, phase: str, attention: str, workload: Json
 ) -> tuple[Sums, Sums, tuple[str, ...]]:
-    """What a trace shows, what is read from the file, and the reader's notes."""
-    return add_up(run(example, config, phase, attention, workload), make_load(workload, phase), attention)
+    """What a trace shows, what is read from the file, and the reader's notes; attention may be "sdpa autocast"."""
+    kind, _, mode = attention.partition(" ")
+    return add_up(run(example, config, phase, kind, workload, mode == "autocast"), make_load(workload, phase), kind)
 
 
 def add_up(seen: Run, load: Workload, attention: str) -> tuple[Sums, Sums, tuple[str, ...]]:
@@ -81,11 +82,12 @@ def check(model_type: str) -> int:
     for configs, is_whole in list_variants(example):
         other = set_window(resize(configs[0], 6, 2, 5, 4), 4096)
         for phase, workload in list_checks(example):
-            for attention in ("sdpa", "eager") if is_whole else ("sdpa",):
+            is_cast = model_type in AUTOCAST and is_whole and phase in CACHELESS
+            for attention in ("sdpa", *(("eager",) if is_whole else ()), *(("sdpa autocast",) if is_cast else ())):
                 try:
                     traced, read, notes = add_up_both(example, other, phase, attention, workload)
                 except FAILURES as error:
-                    print(f"{model_type:14} {phase:8} {attention:6} not run: {str(error)[:90]}")
+                    print(f"{model_type:14} {phase:8} {attention:13} not run: {str(error)[:90]}")
                     continue
                 compared += 1
                 gaps = find_gaps(traced, read)
@@ -96,7 +98,7 @@ def check(model_type: str) -> int:
                     wrong += 1
                     shown += " TOO FAR"
                 images = "images" if "images" in workload else ""
-                print(f"{model_type:14} {phase:8} {attention:6} {images:6} {shown}")
+                print(f"{model_type:14} {phase:8} {attention:13} {images:6} {shown}")
     if not compared:
         print(f"{model_type:14} nothing was compared: is there model_specs/examples/{model_type}.toml?")
     return wrong if compared else 1

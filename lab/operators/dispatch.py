@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from flopcalc.measure.counters.flop_counter import watch_modules
 from flopcalc.measure.operator_kinds import classify
+from lab.operators.autocast import narrow
 
 __all__ = ["Event", "Kept", "Trace", "trace_operators"]
 
@@ -394,7 +395,7 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
     ) -> Any:
         if query.dim() != 4:
             return before(query, key, value, attn_mask, *args, **kwargs)
-        return _Attend.apply(tracing, attn_mask is not None, query, key, value)  # type: ignore[no-untyped-call]
+        return _Attend.apply(tracing, attn_mask is not None, *narrow((query, key, value)))  # type: ignore[no-untyped-call]
 
     def drop(given: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not training or inplace or not 0 < p < 1:

@@ -24,7 +24,13 @@ from lab.operators.configs import (
 from lab.operators.dispatch import Kept
 from lab.operators.fitting import Fitter, Row, fit_events, fit_tensors
 from lab.operators.gathering import Spot, gather, gather_kept
-from lab.operators.runs import PHASES, Run, is_masked, list_workloads, run
+from lab.operators.runs import CACHELESS, PHASES, Run, is_masked, list_workloads, run
+
+# Types whose steps under autocast over float32 weights are recorded too: those that people train so most.
+AUTOCAST = {
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2",
+    "smollm3", "granite", "bert", "roberta", "modernbert", "t5", "vit", "whisper",
+}  # fmt: skip
 
 
 class Recording:
@@ -242,10 +248,11 @@ def record(model_type: str) -> Recording:
                     if example.images and (is_rare or (has_images and phase == "decode")):
                         continue
                     # Eager attention makes a mask in any case.
-                    for is_windowed in (False, True) if is_whole and attention == "sdpa" else (False,):
-                        runs = run_all(example, configs, phase, attention, has_images, is_windowed)
+                    modes = [""] if not is_whole or attention == "eager" else ["", " masked", " autocast"]
+                    for mode in modes if model_type in AUTOCAST and phase in CACHELESS else modes[:2]:
+                        runs = run_all(example, configs, phase, attention, has_images, mode)
                         if runs:
-                            flags = f"{attention}{' masked' if is_windowed else ''}{' images' if has_images else ''}"
+                            flags = f"{attention}{mode}{' images' if has_images else ''}"
                             recording.add(f"{phase} {flags}", runs)
                             kept[flags][phase] = runs
                 for flags, both in kept.items():
@@ -258,20 +265,18 @@ FAILURES = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, Fl
 
 
 def run_all(
-    example: Example, configs: list[Json], phase: str, attention: str, has_images: bool, is_windowed: bool
+    example: Example, configs: list[Json], phase: str, attention: str, has_images: bool, mode: str
 ) -> list[Run]:
-    """Runs of every config that HF can build and run, with windows shorter than the text or with none."""
+    """Runs of every config that HF can build and run; "masked" has windows shorter than the text, all others none."""
     runs = []
     workloads = list_workloads(example, phase, has_images)
     for number, config in enumerate(configs):
         for workload in workloads if not number else workloads[number % 2 :][:1]:
             keys = workload.get("seq", 0) + workload.get("context", 0)
-            chosen = set_window(config, 5 if is_windowed else 4096)
+            chosen = set_window(config, 5 if mode == " masked" else 4096)
             try:
-                masked = is_masked(make_estimator(example, chosen), keys)
-                if masked != is_windowed:
-                    continue
-                runs.append(run(example, chosen, phase, attention, workload))
+                if is_masked(make_estimator(example, chosen), keys) == (mode == " masked"):
+                    runs.append(run(example, chosen, phase, attention, workload, mode == " autocast"))
             except FAILURES as error:
                 print("   ", example.model_type, phase, attention, str(error)[:150].replace("\n", " "), file=sys.stderr)
     return runs

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.hf.compare import make_load as make_example_load
@@ -16,11 +18,13 @@ from flopcalc.measure.hf.examples import Example, find_example, make_estimator, 
 from flopcalc.measure.hf.models import build_model
 from flopcalc.measure.hf.verify import pick
 from flopcalc.prediction.recordings import list_features, list_windows
+from lab.operators.autocast import Autocast
 from lab.operators.dispatch import Trace, trace_operators
 
 Json = dict[str, Any]
 PHASES = ("train", "flow", "forward", "prefill", "decode")
 CACHELESS = ("train", "flow", "forward")
+CAST = FormatOptions(weights="fp32", autocast=True)
 
 
 class Run:
@@ -62,29 +66,31 @@ def make_workload_of(example: Example, batch: int, seq: int, decoder_seq: int) -
     return {"batch": batch, **own, "decoder_seq": decoder_seq}
 
 
-def run(example: Example, config: Json, phase: str, attention: str, workload: Json) -> Run:
-    model, estimator = build(example.model_type, json.dumps(config), attention)
+def run(example: Example, config: Json, phase: str, attention: str, workload: Json, is_cast: bool = False) -> Run:
+    """A step of a model in bf16, or in float32 under autocast."""
+    model, estimator = build(example.model_type, json.dumps(config), attention, is_cast)
     model.requires_grad_(True)
     model.zero_grad(set_to_none=True)
     for module in model.modules():
         if hasattr(module, "rope_deltas"):  # positions that the run before has left behind
             module.rope_deltas = None
-    return Run(estimator, make_load(workload, phase), trace(model, example, estimator, phase, workload))
+    return Run(estimator, make_load(workload, phase), trace(model, example, estimator, phase, workload, is_cast))
 
 
 @lru_cache(maxsize=8)
-def build(model_type: str, text: str, attention: str) -> tuple[Any, Estimator]:
+def build(model_type: str, text: str, attention: str, is_cast: bool) -> tuple[Any, Estimator]:
     example, config = find_example(model_type), json.loads(text)
-    estimator = make_estimator(example, config)
+    estimator = make_estimator(example, config, formats=CAST if is_cast else FormatOptions())
     architecture = example.choose_class(estimator.spec.architecture)
     has_experts = any(op.copies > 1 for stage in estimator.stages for chain in stage.layers for op in iterate(chain))
     experts = "grouped_mm" if has_experts else None
+    dtype = torch.float32 if is_cast else torch.bfloat16
     try:
-        model = build_model(config, attention, experts, "cpu", torch.bfloat16, architecture=architecture)
+        model = build_model(config, attention, experts, "cpu", dtype, architecture=architecture)
     except ValueError as error:
         if experts is None or "experts" not in str(error):
             raise
-        model = build_model(config, attention, "eager", "cpu", torch.bfloat16, architecture=architecture)
+        model = build_model(config, attention, "eager", "cpu", dtype, architecture=architecture)
     return model, estimator
 
 
@@ -92,14 +98,14 @@ def make_load(workload: Json, phase: str) -> Workload:
     return make_example_load({**workload, "phase": "train" if phase == "flow" else phase})
 
 
-def trace(model: Any, example: Example, estimator: Estimator, phase: str, workload: Json) -> Trace:
+def trace(model: Any, example: Example, estimator: Estimator, phase: str, workload: Json, is_cast: bool) -> Trace:
     """Every operator of one step; 'flow' is a training step in which no weight trains but gradients pass."""
     handles = []
     model.train(phase in ("train", "flow"))
     if phase == "flow":
         handles = let_through(model, estimator)
     inputs = make_inputs(example, model.config, workload, estimator)
-    if "input_ids" not in inputs:  # nothing in such a model brings its input to the weights' format
+    if "input_ids" not in inputs and not is_cast:  # nothing in such a model brings its input to the weights' format
         inputs = {name: each.bfloat16() if each.is_floating_point() else each for name, each in inputs.items()}
     extra: Json = dict(example.call)
     if phase == "decode":
@@ -114,11 +120,16 @@ def trace(model: Any, example: Example, estimator: Estimator, phase: str, worklo
         extra["use_cache"] = phase == "prefill"  # models that do not name it hand it on
     if phase == "prefill":
         extra["logits_to_keep"] = 1
+
+    def run_model() -> Any:
+        with Autocast() if is_cast else nullcontext():
+            return model(**inputs, **extra)
+
     if phase in ("forward", "prefill"):
-        return trace_operators(model, no_grad(lambda: model(**inputs, **extra)))
+        return trace_operators(model, no_grad(run_model))
     if example.loss == "labels":
         extra["labels"] = inputs["decoder_input_ids" if estimator.has_decoder else "input_ids"].clone()
-    found = trace_operators(model, lambda: find_loss(model(**inputs, **extra), example))
+    found = trace_operators(model, lambda: find_loss(run_model(), example))
     for handle in handles:
         handle.remove()
     return found

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import mark_heavy
 
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.hf.examples import find_example, make_estimator
 from lab.operators import __main__ as command
 from lab.operators import comparing, configs
+from lab.operators.autocast import Autocast, narrow
 from lab.operators.comparing import compare
 from lab.operators.dispatch import trace_operators
 
@@ -268,6 +270,59 @@ def test_images_of_other_sizes() -> None:
         assert read[2] == pytest.approx(traced[2], rel=0.05, abs=20)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model_type", "attention", "workload", "gap"),
+    mark_heavy(
+        [
+            ("llama", "sdpa autocast", {"batch": 2, "seq": 11}, 0),
+            ("bert", "sdpa", {"batch": 2, "seq": 11}, 0.003),
+            ("t5", "sdpa", {"batch": 2, "seq": 11, "decoder_seq": 5}, 0),
+            ("whisper", "sdpa", {"batch": 3, "clips": [22], "decoder_seq": 9}, 0.01),
+            ("vit", "sdpa", {"batch": 3, "images": [[1, 3, 3]]}, 0),
+        ],
+        [("t5", "sdpa", {"batch": 2, "seq": 11, "decoder_seq": 5}, 0)],
+    ),
+)
+def test_steps_of_other_kinds(model_type: str, attention: str, workload: dict[str, Any], gap: float) -> None:
+    """Under autocast, of encoders, with a decoder, with sound, of images alone: at sizes that nothing was made from."""
+    example = find_example(model_type)
+    (config, *_), _ = next(configs.list_variants(example))
+    other = configs.set_window(configs.resize(config, 6, 2, 5, 4), 4096)
+    traced, read, notes = comparing.add_up_both(example, other, "train", attention, workload)
+    assert max(map(abs, comparing.find_gaps(traced, read))) <= gap
+    assert not notes
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [
+        (lambda wide, _: torch.nn.functional.linear(wide, wide), torch.bfloat16),
+        (lambda wide, _: wide @ wide, torch.bfloat16),
+        (lambda wide, _: torch.rsqrt(wide), torch.float32),
+        (lambda _, narrow: narrow.pow(2), torch.float32),
+        (lambda _, narrow: narrow.softmax(-1), torch.float32),
+        (lambda _, narrow: torch.nn.functional.layer_norm(narrow, (4,)), torch.float32),
+        (lambda _, narrow: narrow.sum(), torch.float32),
+        (lambda _, narrow: narrow * narrow, torch.bfloat16),
+        (lambda wide, narrow: wide + narrow, torch.float32),
+        (lambda wide, narrow: torch.cat([wide, narrow]), torch.float32),
+    ],
+)
+def test_autocast_casts_what_it_does_on_a_gpu(run: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    wide = torch.ones(4, 4)
+    with Autocast():
+        assert run(wide, wide.bfloat16()).dtype is dtype
+
+
+def test_autocast_casts_a_weight_once() -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+    with Autocast() as running:
+        assert running.narrow(weight) is running.narrow(weight)
+        assert narrow((weight,)) == [running.narrow(weight)]
+    assert narrow((weight,)) == [weight]
+
+
 def test_how_far_a_file_lies_from_a_trace() -> None:
     traced = {("forward", "copy"): [60, 40, 4], ("forward", "view"): [0, 0, 4]}
     read = {("forward", "copy"): [60, 45, 6]}
@@ -278,7 +333,7 @@ def test_how_far_a_file_lies_from_a_trace() -> None:
 @pytest.mark.parametrize(
     ("limit", "model_type", "code", "shown"),
     [
-        (0.15, "gpt_neox", 0, "train    sdpa          bytes -0.0%, calls -0.1%"),
+        (0.15, "gpt_neox", 0, "train    sdpa                 bytes -0.0%, calls -0.1%"),
         (0.0, "gpt_neox", 1, "TOO FAR"),
         (0.15, "gpt_nix", 1, "nothing was compared: is there model_specs/examples/gpt_nix.toml?"),
     ],

@@ -57,6 +57,11 @@ class Formats(Value):
         return hash(self._get_values()[1:])  # without `live`, a mapping
 
     @property
+    def narrows_weights(self) -> bool:
+        """Whether products run under autocast over float32 weights, of which it makes copies."""
+        return self.autocast != "" and self.model == "fp32"
+
+    @property
     def is_default(self) -> bool:
         """Whether all is bf16: then rows need no change."""
         return (

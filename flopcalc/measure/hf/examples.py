@@ -123,8 +123,9 @@ def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
             yield workload, {"freeze": [first] if is_whole else tower}
 
 
-def make_estimator(example: Example, config: Json) -> Estimator:
-    return bind_config({**({"architectures": [example.architecture]} if example.architecture else {}), **config})
+def make_estimator(example: Example, config: Json, **options: Any) -> Estimator:
+    architectures = {"architectures": [example.architecture]} if example.architecture else {}
+    return bind_config({**architectures, **config}, **options)
 
 
 # --- Inputs -------------------------------------------------------------------------------------------------
