@@ -28,7 +28,7 @@ from lab.operators.runs import CACHELESS, PHASES, Run, is_masked, list_workloads
 
 # Types whose steps under autocast over float32 weights are recorded too: those that people train so most.
 AUTOCAST = {
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2",
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2",
     "smollm3", "granite", "bert", "roberta", "modernbert", "t5", "vit", "whisper",
 }  # fmt: skip
 
