@@ -63,6 +63,19 @@ def _give_control(s: _Sizes) -> Json:
     return {"controlnet_cond": s.noise("b", "in_channels", "h", "w")}
 
 
+def _give_sound(s: _Sizes) -> Json:
+    frames = round(((s["t"] - 1) * 8 + 1) / 24 * 25)
+    return {
+        "audio_hidden_states": s.noise("b", frames, "audio_in_channels"),
+        "audio_encoder_hidden_states": s.noise("b", "n", "caption_channels"),
+        "audio_num_frames": frames,
+        "sigma": s.noise("b"),
+        "audio_timestep": s.noise("b"),
+        "encoder_attention_mask": None,
+        **({"timestep": s.noise("b", "p")} if s["expand_timesteps"] else {}),
+    }
+
+
 # Further arguments of a class's forward.
 _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
     "HunyuanDiT2DModel": _give_dit,
@@ -102,6 +115,29 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
             "b", "n", "crossattn_proj_in_channels" if s["use_crossattn_projection"] else "text_embed_dim"
         ),
         **({"timestep": s.noise("b", 1, "t", 1, 1)} if s["expand_timesteps"] else {}),
+    },
+    "AnyFlowTransformer3DModel": lambda s: {"timestep": s.noise("b", "t"), "r_timestep": s.noise("b", "t")},
+    "HiDreamImageTransformer2DModel": lambda s: {
+        "timesteps": s.noise("b"),
+        "encoder_hidden_states_t5": s.noise("b", "n", s["caption_channels"][0]),
+        "encoder_hidden_states_llama3": [s.noise("b", "n", s["caption_channels"][1]) for _ in s["llama_layers"]],
+        "pooled_embeds": s.noise("b", "text_emb_dim"),
+    },
+    "HunyuanVideoFramepackTransformer3DModel": lambda s: {
+        "image_embeds": s.noise("b", 729, "image_proj_dim"),
+        "indices_latents": s.ones("t"),
+        "latents_clean": s.noise("b", "in_channels", 2, "h", "w"),
+        "indices_latents_clean": s.ones(2),
+        "latents_history_2x": s.noise("b", "in_channels", 2, "h", "w"),
+        "indices_latents_history_2x": s.ones(2),
+        "latents_history_4x": s.noise("b", "in_channels", 16, "h", "w"),
+        "indices_latents_history_4x": s.ones(16),
+    },
+    "Flux3Transformer2DModel": lambda s: {"target_timestep": s.noise("b")} if s["flow_map"] else {},
+    "LTX2VideoTransformer3DModel": _give_sound,
+    "QwenImage21Transformer2DModel": lambda s: {
+        "img_shapes": [[(s["t"], s["h"], s["w"])]] * s["b"],
+        "img_mask": torch.cat([s.zeros(1, "n"), s.ones(1, s["p"] // 4)], dim=1).bool(),
     },
     "PriorTransformer": lambda s: {"proj_embedding": s.noise("b", "embedding_dim")},
     "OmniGenTransformer2DModel": lambda s: {
@@ -214,7 +250,7 @@ def make_denoiser_inputs(
         for side in config.get("patch_size", (1,)) if name == "WanTransformer3DModel" else ():
             patch *= side
         given["timestep"] = torch.ones(batch, t * h * w // patch, **place)
-    if "img_ids" in taken:
+    if "txt_ids" in taken:
         axes = len(config.get("axes_dims_rope", (0, 0, 0)))
         given |= {"img_ids": torch.zeros(t * h * w, axes, **place), "txt_ids": torch.zeros(text, axes, **place)}
     if "img_shapes" in taken:

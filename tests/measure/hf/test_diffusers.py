@@ -40,6 +40,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 # Of classes that name them otherwise.
 TARGETS = {
     "Kandinsky5Transformer3DModel": ["to_query", "to_key", "to_value"],
+    "HiDreamImageTransformer2DModel": ["to_q", "to_k_t", "to_v", "to_out"],
     "JoyImageEditTransformer3DModel": ["img_attn_qkv", "txt_attn_qkv"],
     "JoyImageEditPlusTransformer3DModel": ["img_attn_qkv", "txt_attn_qkv"],
     "PRXTransformer2DModel": ["img_qkv_proj", "to_out.0"],
@@ -47,8 +48,8 @@ TARGETS = {
 # Classes that cannot checkpoint.
 SAVING = ("HunyuanDiT2D", "HunyuanImage", "LuminaNext", "PriorTransformer")
 FRAMES = (
-    "Allegro", "Chrono", "CogVideoX", "Cosmos", "EasyAnimate", "HunyuanVideo", "JoyImageEditTransformer", "Kandinsky5",
-    "LTXVideo", "Latte", "Mochi", "SkyReels", "Wan",
+    "Allegro", "AnyFlow", "Chrono", "CogVideoX", "Cosmos", "EasyAnimate", "HunyuanVideo", "JoyImageEditTransformer",
+    "Kandinsky5", "LTX2Video", "LTXVideo", "Latte", "Mochi", "SanaVideo", "SkyReels", "Wan",
 )  # fmt: skip
 CONFIGS = {f"{name} {i}": (name, config) for name in TINY for i, config in enumerate((TINY[name], *MORE.get(name, [])))}
 CASES = [
