@@ -258,6 +258,11 @@ TINY: dict[str, dict[str, Any]] = {
         "dense_moe_strategy": "leave_first_block_dense", "num_experts": 4, "moe_intermediate_dim": 14,
         "capacity_factors": 2.0,
     },
+    "UNet2DModel": {
+        "sample_size": 16, "in_channels": 2, "out_channels": 2, "block_out_channels": [8, 16], "layers_per_block": 1,
+        "down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+        "attention_head_dim": 4, "norm_num_groups": 4,
+    },
     "UNet2DConditionModel": {
         "sample_size": 8, "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10,
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
@@ -417,6 +422,13 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {**TINY["LTX2VideoTransformer3DModel"], "expand_timesteps": True},
     ],
     "QwenImage21Transformer2DModel": [{**TINY["QwenImage21Transformer2DModel"], "causal_condition": False}],
+    "UNet2DModel": [
+        {
+            **TINY["UNet2DModel"], "block_out_channels": [8, 16, 8], "attention_head_dim": None, "num_class_embeds": 7,
+            "down_block_types": ["AttnDownBlock2D", "DownBlock2D", "DownBlock2D"],
+            "up_block_types": ["UpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D"],
+        },
+    ],
     "FluxControlNetModel": [{**TINY["FluxControlNetModel"], "num_mode": 3, "num_single_layers": 0}],
     "Kandinsky5Transformer3DModel": [{**TINY["Kandinsky5Transformer3DModel"], "visual_cond": True}],
     "LTXVideoTransformer3DModel": [{**TINY["LTXVideoTransformer3DModel"], "expand_timesteps": True}],

@@ -60,7 +60,11 @@ LIGHT = [("FluxTransformer2DModel 0", "lora"), ("UNet2DConditionModel 0", "plain
 
 def find_text(name: str, config: dict[str, Any], usual: int = 5) -> int:
     """The length of the text: some classes read none, others one length alone."""
-    return 0 if name.startswith("DiT") else config.get("text_len", 512 if config.get("image_dim") else usual)
+    return (
+        0
+        if name in ("DiTTransformer2DModel", "UNet2DModel")
+        else config.get("text_len", 512 if config.get("image_dim") else usual)
+    )
 
 
 def make_grid(name: str, size: int) -> tuple[int, int, int]:
