@@ -498,15 +498,6 @@ CASES |= {
     "cosmos2, video": _COSMOS.change(
         "Cosmos2VideoToWorldPipeline", config={"in_channels": 3}, frames=13, images="image"
     ),
-    "chronoedit": _WAN.change(
-        "ChronoEditPipeline",
-        denoiser="ChronoEditTransformer3DModel",
-        config=_PICTURED,
-        images="image",
-        text=512,
-        asked={"text": 512},
-        set={"image_encoder": ImageEncoder(), "image_processor": ImageEncoder()},
-    ),
     "skyreels, image": _WAN.change(
         "SkyReelsV2ImageToVideoPipeline",
         denoiser="SkyReelsV2Transformer3DModel",
