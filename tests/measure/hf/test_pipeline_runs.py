@@ -569,8 +569,43 @@ _HIDREAM.more = {
     **{f"{side}pooled_prompt_embeds": torch.randn(1, 6) for side in ("", "negative_")},
 }
 _HIDREAM.asked = {"text": TEXT}
+_ERNIE = Case(
+    "ErnieImagePipeline",
+    "ErnieImageTransformer2DModel",
+    {"out_channels": 8},
+    "AutoencoderKLFlux2",
+    {},
+    EULER,
+    scale="always",
+    text=0,
+)
+_ERNIE.more = {
+    "width": WIDTH,
+    "height": HEIGHT,
+    **{f"{side}prompt_embeds": [torch.randn(TEXT, 10)] for side in ("", "negative_")},
+}
+_ERNIE.asked = {"text": TEXT}
 _DDPM = Case("DDPMPipeline", "UNet2DModel", {}, scheduler="DDPMScheduler", text=0, scale="", size=(16, 16), **KL_CASES)
 CASES |= {
+    "ernie": _ERNIE,
+    "nucleus": Case(
+        "NucleusMoEImagePipeline",
+        "NucleusMoEImageTransformer2DModel",
+        {},
+        "AutoencoderKLQwenImage",
+        PLAIN,
+        EULER,
+        {"use_dynamic_shifting": True},
+        mask="prompt_embeds_mask",
+        scale="always",
+    ),
+    "anyflow": _WAN.change(
+        "AnyFlowPipeline",
+        denoiser="AnyFlowTransformer3DModel",
+        scheduler="FlowMapEulerDiscreteScheduler",
+        options={},
+        scale="guidance_scale",
+    ),
     "ddpm": _DDPM,
     "ddim": _DDPM.change("DDIMPipeline", scheduler="DDIMScheduler"),
     "consistency": _DDPM.change("ConsistencyModelPipeline", scheduler="CMStochasticIterativeScheduler"),
