@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,12 +14,153 @@ from flopcalc.core.spec.spec import find_spec
 
 Json = dict[str, Any]
 _NOT_GIVEN = ("model_type", "expand_timesteps")  # what no class takes
-_UNMASKED = ("ControlNetModel", "PixArtTransformer2DModel", "UNet2DConditionModel")  # a mask is a choice there
+# A mask is a choice there.
+_UNMASKED = (
+    "ControlNetModel", "Krea2Transformer2DModel", "LatteTransformer3DModel", "PixArtTransformer2DModel",
+    "UNet2DConditionModel",
+)  # fmt: skip
 # Keys that hold the width of the text's embeddings; the first that a config sets.
 _TEXT_WIDTHS = (
     "encoder_hid_dim", "joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels", "cap_feat_dim",
-    "in_text_dim", "cross_attention_dim",
+    "in_text_dim", "cross_attention_dim", "text_in_dim", "context_in_dim", "text_hidden_dim", "hidden_size",
+    "embedding_dim",
 )  # fmt: skip
+
+
+class _Sizes:
+    """Sizes of a call by name (letters of the latents, n for the text, keys of the config), and tensors of them."""
+
+    def __init__(self, sizes: Mapping[str, Any], place: Json) -> None:
+        self._sizes, self._place = sizes, place
+
+    def __getitem__(self, name: str) -> Any:
+        return self._sizes.get(name)
+
+    def noise(self, *axes: str | int) -> torch.Tensor:
+        return torch.randn(*self._find(axes), **self._place)
+
+    def ones(self, *axes: str | int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.ones(*self._find(axes), dtype=dtype, device=self._place["device"])
+
+    def zeros(self, *axes: str | int) -> torch.Tensor:
+        return self.ones(*axes) * 0
+
+    def _find(self, axes: tuple[str | int, ...]) -> list[int]:
+        return [self._sizes[axis] if isinstance(axis, str) else axis for axis in axes]
+
+
+def _give_dit(s: _Sizes) -> Json:
+    return {
+        "encoder_hidden_states_t5": s.noise("b", "text_len_t5", "cross_attention_dim_t5"),
+        "text_embedding_mask": s.ones("b", "n"),
+        "text_embedding_mask_t5": s.ones("b", "text_len_t5"),
+        "image_meta_size": s.noise("b", 6),
+        "style": s.zeros("b"),
+    }
+
+
+def _give_control(s: _Sizes) -> Json:
+    return {"controlnet_cond": s.noise("b", "in_channels", "h", "w")}
+
+
+def _give_sound(s: _Sizes) -> Json:
+    frames = round(((s["t"] - 1) * 8 + 1) / 24 * 25)
+    return {
+        "audio_hidden_states": s.noise("b", frames, "audio_in_channels"),
+        "audio_encoder_hidden_states": s.noise("b", "n", "caption_channels"),
+        "audio_num_frames": frames,
+        "sigma": s.noise("b"),
+        "audio_timestep": s.noise("b"),
+        "encoder_attention_mask": None,
+        **({"timestep": s.noise("b", "p")} if s["expand_timesteps"] else {}),
+    }
+
+
+# Further arguments of a class's forward.
+_FURTHER: dict[str, Callable[[_Sizes], Json]] = {
+    "HunyuanDiT2DModel": _give_dit,
+    "HunyuanDiT2DControlNetModel": lambda s: {**_give_dit(s), **_give_control(s)},
+    "SD3ControlNetModel": _give_control,
+    "SanaControlNetModel": _give_control,
+    "ErnieImageTransformer2DModel": lambda s: {"text_lens": s.ones("b") * s["n"]},
+    "Krea2Transformer2DModel": lambda s: {
+        "encoder_hidden_states": s.noise("b", "n", "num_text_layers", "text_hidden_dim"),
+        "position_ids": s.zeros(s["n"] + s["p"], 3),
+    },
+    "BriaFiboTransformer2DModel": lambda s: {
+        "text_encoder_layers": [
+            s.noise("b", "n", "text_encoder_dim") for _ in range(s["num_layers"] + s["num_single_layers"])
+        ],
+    },
+    "LuminaNextDiT2DModel": lambda s: {
+        "encoder_mask": s.ones("b", "n"),
+        "image_rotary_emb": torch.polar(*[
+            s.ones("h", "w", s["hidden_size"] // s["num_attention_heads"] // 2, dtype=torch.float32)
+        ] * 2),
+        "cross_attention_kwargs": {},
+    },
+    "HunyuanImageTransformer2DModel": lambda s: {
+        "encoder_hidden_states_2": s.noise("b", 128, "text_embed_2_dim") if s["text_embed_2_dim"] else None,
+        "encoder_attention_mask_2": s.ones("b", 128),
+        "timestep_r": s.noise("b") if s["use_meanflow"] else None,
+    },
+    "JoyImageEditPlusTransformer3DModel": lambda s: {"shape_list": [[(s["t"], s["h"], s["w"])]] * s["b"]},
+    "GlmImageTransformer2DModel": lambda s: {
+        "prior_token_id": s.zeros("b", s["p"] // s["patch_size"] ** 2),
+        "prior_token_drop": s.zeros("b").bool(),
+    },
+    "CosmosTransformer3DModel": lambda s: {
+        "padding_mask": s.noise(1, 1, 16, 16),
+        "encoder_hidden_states": s.noise(
+            "b", "n", "crossattn_proj_in_channels" if s["use_crossattn_projection"] else "text_embed_dim"
+        ),
+        **({"timestep": s.noise("b", 1, "t", 1, 1)} if s["expand_timesteps"] else {}),
+    },
+    "AnyFlowTransformer3DModel": lambda s: {"timestep": s.noise("b", "t"), "r_timestep": s.noise("b", "t")},
+    "HiDreamImageTransformer2DModel": lambda s: {
+        "timesteps": s.noise("b"),
+        "encoder_hidden_states_t5": s.noise("b", "n", s["caption_channels"][0]),
+        "encoder_hidden_states_llama3": [s.noise("b", "n", s["caption_channels"][1]) for _ in s["llama_layers"]],
+        "pooled_embeds": s.noise("b", "text_emb_dim"),
+    },
+    "HunyuanVideoFramepackTransformer3DModel": lambda s: {
+        "image_embeds": s.noise("b", 729, "image_proj_dim"),
+        "indices_latents": s.ones("t"),
+        "latents_clean": s.noise("b", "in_channels", 2, "h", "w"),
+        "indices_latents_clean": s.ones(2),
+        "latents_history_2x": s.noise("b", "in_channels", 2, "h", "w"),
+        "indices_latents_history_2x": s.ones(2),
+        "latents_history_4x": s.noise("b", "in_channels", 16, "h", "w"),
+        "indices_latents_history_4x": s.ones(16),
+    },
+    "Flux3Transformer2DModel": lambda s: {"target_timestep": s.noise("b")} if s["flow_map"] else {},
+    "LTX2VideoTransformer3DModel": _give_sound,
+    "QwenImage21Transformer2DModel": lambda s: {
+        "img_shapes": [[(s["t"], s["h"], s["w"])]] * s["b"],
+        "img_mask": torch.cat([s.zeros(1, "n"), s.ones(1, s["p"] // 4)], dim=1).bool(),
+    },
+    "PriorTransformer": lambda s: {"proj_embedding": s.noise("b", "embedding_dim")},
+    "OmniGenTransformer2DModel": lambda s: {
+        "input_ids": s.zeros("b", "n"),
+        "input_img_latents": [],
+        "input_image_sizes": {},
+        "attention_mask": None,
+        "position_ids": s.zeros("b", s["n"] + 1 + s["p"] // s["patch_size"] ** 2),
+    },
+}  # fmt: skip
+
+
+def _stand_in_for_torchvision() -> None:
+    """What Cosmos calls of torchvision, where it is not installed: a mask is resized."""
+    from diffusers.models.transformers import transformer_cosmos
+
+    def resize(image: torch.Tensor, size: list[int], **_kwargs: object) -> torch.Tensor:
+        return torch.nn.functional.interpolate(image, size)
+
+    if not hasattr(transformer_cosmos, "transforms"):
+        modes = SimpleNamespace(NEAREST=None)
+        stand_in = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
+        setattr(transformer_cosmos, "transforms", stand_in)  # noqa: B010
 
 
 def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -26,6 +168,8 @@ def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.floa
     import diffusers
 
     given = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_GIVEN}
+    if str(config["_class_name"]).startswith("Cosmos"):
+        _stand_in_for_torchvision()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -53,6 +197,9 @@ def make_denoiser_inputs(
     latents = find_latents(name)
     taken = inspect.signature(getattr(diffusers, name).forward).parameters
     sizes = {"b": batch, "c": _find_channels(config), "t": t, "h": h, "w": w, "n": t * h * w}
+    sizes |= (
+        dict(zip(("pt", "ph", "pw"), config.get("patch_size", ()), strict=False)) if "pt" in latents["axes"] else {}
+    )
     given: Json = {latents["input"]: torch.randn(*(sizes[axis] for axis in latents["axes"].split()), **place)}
     if "timestep" in taken:
         given["timestep"] = torch.ones(batch, **place)
@@ -76,7 +223,8 @@ def make_denoiser_inputs(
             "text_embeds": torch.randn(batch, pooled, **place),
             "time_ids": torch.ones(batch, 6, **place),
         }
-    if width := config.get("pooled_projection_dim") or config.get("in_text_dim2"):
+    width = config.get("pooled_projection_dim") or config.get("in_text_dim2")
+    if width and "pooled_projections" in taken:
         given["pooled_projections"] = torch.randn(batch, width, **place)
     if "visual_rope_pos" in taken:
         given["visual_rope_pos"] = [torch.arange(size // side) for size, side in zip(grid, (1, 2, 2), strict=True)]
@@ -102,7 +250,7 @@ def make_denoiser_inputs(
         for side in config.get("patch_size", (1,)) if name == "WanTransformer3DModel" else ():
             patch *= side
         given["timestep"] = torch.ones(batch, t * h * w // patch, **place)
-    if "img_ids" in taken:
+    if "txt_ids" in taken:
         axes = len(config.get("axes_dims_rope", (0, 0, 0)))
         given |= {"img_ids": torch.zeros(t * h * w, axes, **place), "txt_ids": torch.zeros(text, axes, **place)}
     if "img_shapes" in taken:
@@ -115,6 +263,8 @@ def make_denoiser_inputs(
     given |= {
         key: torch.ones(batch, 2, **place) for key in ("original_size", "target_size", "crop_coords") if key in taken
     }
+    if name in _FURTHER:
+        given |= _FURTHER[name](_Sizes({**config, **sizes, "n": text, "p": t * h * w}, place))
     if name == "ZImageTransformer2DModel":  # a list of samples each
         given = {"x": list(given["x"]), "cap_feats": list(given["cap_feats"]), "t": torch.ones(batch, **place)}
     if name == "PixArtTransformer2DModel":
@@ -129,7 +279,7 @@ def _find_channels(config: Mapping[str, Any]) -> int:
     if "in_visual_dim" in config:  # of Kandinsky 5: with a given image and its mask
         is_given = int(config.get("visual_cond", False))
         return int(config["in_visual_dim"]) * (1 + is_given) + is_given
-    return int(config.get("in_channels", 4))
+    return int(config.get("in_channels", config.get("embedding_dim", 4)))
 
 
 def find_latents(name: str) -> Mapping[str, str]:

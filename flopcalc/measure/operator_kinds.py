@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "gather": "embedding index index_select gather _unsafe_index masked_select grid_sampler_2d upsample_bilinear2d "
         "upsample_bicubic2d upsample_nearest2d upsample_linear1d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
         "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d _upsample_nearest_exact2d upsample_nearest3d "
-        "_embedding_bag _embedding_bag_forward_only",
+        "avg_pool3d _embedding_bag _embedding_bag_forward_only",
         "embedding_backward": "embedding_dense_backward _embedding_bag_backward "
         "_embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward",
         "scatter": "index_put _index_put_impl_ index_add scatter scatter_add scatter_reduce "

@@ -147,7 +147,9 @@ class PipelineEstimator(Estimator):
                     {"videos": (places,) * batch} if samples else {"grids": ((frames, height, width),) * batch}
                 )
                 estimate = part.estimator.estimate(Workload(batch, 0, phase="forward", **sides))
-                given, encoded = pipeline.count_given(frames, strength) if pipeline is not None else (0, 0)
+                given, encoded = (
+                    pipeline.count_given(frames, strength, bool(guided)) if pipeline is not None else (0, 0)
+                )
                 encoded += references or 0
                 if encoded:  # what the VAE encodes for the denoiser, once for a prompt
                     start = ((given, height, width),) * asked.batch

@@ -26,6 +26,8 @@ class Latents(NamedTuple):
     expanded: int  # 1: every place has a time of its own
     square: int = 0  # 1: width and height are the same
     most: int = 0  # tokens along a side for which it has positions; 0: any number
+    videos: int = 0  # 1: it takes videos though a latent holds one frame
+    unread: tuple[str, ...] = ()  # arguments whose sizes count, but are not read from a batch
 
     @property
     def patch(self) -> int:
@@ -34,7 +36,7 @@ class Latents(NamedTuple):
 
     @property
     def takes_videos(self) -> bool:
-        return self.frames > 1
+        return self.frames > 1 or self.videos > 0
 
     def make_grid(self, width: int, height: int, frames: int = 1, pixels: int = 0, per_frame: int = 0) -> Grid:
         """Places of the input (t, h, w) of an image or a video in pixels; what the VAE says wins.
@@ -66,6 +68,9 @@ class Latents(NamedTuple):
         if not isinstance(batch, Mapping):
             raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
         check_word(phase, PHASES, "phase", WorkloadError)
+        for key in self.unread:
+            if batch.get(key) is not None:
+                raise WorkloadError(f"the size of {key} is not read from a batch: give the sizes of images or videos")
         shape = _read_shape(batch, self.key)
         names = self.axes.split()
         if len(shape) != len(names):
@@ -115,4 +120,6 @@ def bind_latents(dims: BoundDims) -> Latents:
         size("expanded", "0"),
         size("square", "0"),
         size("most", "0"),
+        size("videos", "0"),
+        tuple(table.get("unread", "").split()),
     )

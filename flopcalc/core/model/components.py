@@ -154,10 +154,10 @@ class Pipeline(Value):
         """Whether the pipeline makes an image at the nearest of its own sizes, then resizes it."""
         return bool(self.tables.get("binned", False))
 
-    def count_given(self, frames: int, strength: float | None = None) -> tuple[int, int]:
+    def count_given(self, frames: int, strength: float | None = None, guided: bool = False) -> tuple[int, int]:
         """Frames of what the VAE encodes for the denoiser (an image, or a whole video), and how many of these."""
         share = Fraction(1 if strength is None else str(strength))
-        values = self.values.with_text(0, frames, share)
+        values = self.values.with_text(0, frames, share, guided)
         given, encoded = (
             _check_whole(evaluate(str(self.tables.get(key, default)), values), key)
             for key, default in (("given", "1"), ("encoded", "1" if "given" in self.tables else "0"))
@@ -184,7 +184,7 @@ class Pipeline(Value):
 
 
 class PipelineNames:
-    """The names in a pipeline's expressions: keys of its config, dotted into its parts, `text` and `frames`."""
+    """The names in a pipeline's expressions: keys of its config, dotted into its parts, and those of the call."""
 
     def __init__(
         self,
@@ -193,12 +193,15 @@ class PipelineNames:
         text: int = 0,
         frames: int = 1,
         strength: int | Fraction = 1,
+        guided: bool = False,
     ) -> None:
         self._config, self._defaults = config, defaults
-        self._sizes = {"text": text, "frames": frames, "strength": strength}
+        self._sizes = {"text": text, "frames": frames, "strength": strength, "guided": guided}
 
-    def with_text(self, text: int, frames: int = 1, strength: int | Fraction = 1) -> PipelineNames:
-        return PipelineNames(self._config, self._defaults, text, frames, strength)
+    def with_text(
+        self, text: int, frames: int = 1, strength: int | Fraction = 1, guided: bool = False
+    ) -> PipelineNames:
+        return PipelineNames(self._config, self._defaults, text, frames, strength, guided)
 
     def find(self, name: str) -> Any:
         """A key of the config itself, or its default; None without one."""

@@ -43,6 +43,8 @@ def _spread(value: object, many: int, key: str, most: int = 10**6) -> list[int]:
 # --- UNet2DConditionModel ---------------------------------------------------------------------------------------------
 _DOWN = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
 _UP = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
+_PLAIN_DOWN = {"AttnDownBlock2D": True, "DownBlock2D": False}
+_PLAIN_UP = {"AttnUpBlock2D": True, "UpBlock2D": False}
 
 
 def _read_kinds(lookup: Lookup, key: str, known: dict[str, bool], many: int) -> list[bool]:
@@ -61,23 +63,31 @@ def list_unet(lookup: Lookup) -> list[Block]:
     return _list_unet(lookup, False)
 
 
+def list_plain_unet(lookup: Lookup) -> list[Block]:
+    """Those of a UNet2DModel, which reads no text: an attention in place of transformers."""
+    return _list_unet(lookup, False, True)
+
+
 def list_controlnet(lookup: Lookup) -> list[Block]:
     """Those of a ControlNetModel: the lower half of a UNet, and `zero`, a convolution of each of its results."""
     return _list_unet(lookup, True)
 
 
-def _list_unet(lookup: Lookup, is_half: bool) -> list[Block]:
+def _list_unet(lookup: Lookup, is_half: bool, is_plain: bool = False) -> list[Block]:
     channels = _read_list(lookup, "block_out_channels")
     many = len(channels)
     layers = _spread(lookup("layers_per_block"), many, "layers_per_block", MAX_LAYERS)
-    heads = _spread(lookup("attention_head_dim"), many, "attention_head_dim")
+    heads = _spread(1 if is_plain else lookup("attention_head_dim"), many, "attention_head_dim")
     widths = _spread(lookup("cross_attention_dim"), many, "cross_attention_dim")
     depths = _spread(lookup("transformer_layers_per_block"), many, "transformer_layers_per_block", MAX_LAYERS)
-    downs = _read_kinds(lookup, "down_block_types", _DOWN, many)
+    downs = _read_kinds(lookup, "down_block_types", _PLAIN_DOWN if is_plain else _DOWN, many)
     found: list[Block] = []
 
     def attend(path: str, level: int, block: int) -> None:
         width, own = channels[block], (heads[block], widths[block])
+        if is_plain:
+            found.append(["attention", path, width, width, level, *own])
+            return
         found.append(["enter", path, width, width, level, *own])
         for layer in range(depths[block]):
             found.append(["transformer", f"{path}.transformer_blocks.{layer}", width, width, level, *own])
@@ -106,7 +116,7 @@ def _list_unet(lookup: Lookup, is_half: bool) -> list[Block]:
         ]
         # The first reads what comes before all blocks.
         return [zeros[0], *found, *zeros[1:], ["zero", "controlnet_mid_block", before, before, last, 1, 1]]
-    ups = _read_kinds(lookup, "up_block_types", _UP, many)
+    ups = _read_kinds(lookup, "up_block_types", _PLAIN_UP if is_plain else _UP, many)
     for place, block in enumerate(reversed(range(many))):
         width = channels[block]
         for layer in range(layers[block] + 1):
@@ -474,6 +484,7 @@ def list_dc_vae(lookup: Lookup) -> list[Block]:
 
 NETWORKS: dict[str, Callable[[Lookup], list[Block]]] = {
     "unet_blocks": list_unet,
+    "plain_unet_blocks": list_plain_unet,
     "controlnet_blocks": list_controlnet,
     "kl_blocks": list_kl,
     "cogvideox_vae_blocks": list_cogvideox_vae,

@@ -30,6 +30,7 @@ _VISION_KEYS = {
 }  # fmt: skip
 _LATENT_KEYS = {
     "input", "axes", "text", "pixels", "frames", "pack", "side", "deep", "length", "expanded", "square", "most",
+    "videos", "unread",
 }  # fmt: skip
 _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {

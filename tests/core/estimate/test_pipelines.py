@@ -341,6 +341,15 @@ def test_a_time_for_every_token_costs_its_embedding() -> None:
         bind(config).estimate_batch(batch)
 
 
+def test_sizes_that_a_batch_does_not_say_are_refused() -> None:
+    estimator = bind({"_class_name": "Flux3Transformer2DModel", "num_layers": 1, "num_single_layers": 1})
+    sizes = {"hidden_states": (1, 16, 128), "encoder_hidden_states": (1, 5, 9)}
+    batch = {key: SimpleNamespace(shape=shape) for key, shape in sizes.items()}
+    assert estimator.estimate_batch(batch).total > 0
+    with pytest.raises(WorkloadError, match="image_cond_hidden_states is not read from a batch"):
+        estimator.estimate_batch({**batch, "image_cond_hidden_states": SimpleNamespace(shape=(1, 16, 128))})
+
+
 def test_a_denoiser_takes_latents_of_one_size() -> None:
     estimator = bind({"_class_name": "FluxTransformer2DModel", "num_layers": 1, "num_single_layers": 1})
     with pytest.raises(WorkloadError, match=r'one images=\["WxH"\]'):

@@ -35,7 +35,7 @@ def test_command() -> None:
     ]  # fmt: skip
     pipelines = {row["model_type"]: row for row in shown["mappings"][-1]["types"]}
     assert pipelines["FluxKontextPipeline"]["spec"] == "FluxKontextPipeline"
-    assert pipelines["AllegroPipeline"]["reason"] == "no spec of AllegroTransformer3DModel"
+    assert pipelines["WanAnimatePipeline"]["reason"] == "no spec of WanAnimateTransformer3DModel"
     text = CliRunner().invoke(models, ["--coverage", "diffusers"]).output
     assert "perturbed attention guidance" in text
 

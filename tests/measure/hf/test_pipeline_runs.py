@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from diffusion import MORE, TINY, TINY_TEXT, TINY_VAES, build
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import BatchFeature
 
 from flopcalc import estimate_flops
 from flopcalc.measure.counters.flop_counter import count_flops
@@ -26,6 +28,29 @@ PLAIN = {"latents_mean": [0.0, 0.0], "latents_std": [1.0, 1.0]}
 TWO = {"in_channels": 2, "out_channels": 2}
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0, "solver_order": 1}
 WIDTH, HEIGHT, TEXT, STEPS = 64, 96, 11, 3
+
+
+class SafetyChecker(torch.nn.Module):
+    """Lets all texts and videos pass, where Cosmos asks for one."""
+
+    device = torch.device("cpu")
+
+    def check_text_safety(self, _text: str) -> bool:
+        return True
+
+    def check_video_safety(self, video: Any) -> Any:
+        return video
+
+
+class ImageEncoder(torch.nn.Module):
+    """Hands on states of the shape that CLIP's vision tower gives; it also prepares the image for itself."""
+
+    device = torch.device("cpu")
+
+    def forward(self, image: Any = None, **_options: Any) -> Any:
+        if image is None:
+            return BatchFeature({"image": torch.zeros(1)})
+        return SimpleNamespace(hidden_states=[torch.randn(1, 257, 7)] * 3)
 
 
 class Case:
@@ -45,6 +70,7 @@ class Case:
         self.size, self.more, self.images, self.video = size, more or {}, images.split(), video
         self.asked, self.sized, self.steps, self.two, self.small = asked or {}, sized, steps, "", ""
         self.beside: dict[str, Any] = {}  # a ControlNet's config
+        self.length, self.set = "num_frames", {}  # what its call names the frames; what its pipeline holds
 
     def change(self, name: str, **changes: Any) -> Case:
         """A sibling: the same with another pipeline's class, and what its call takes in addition."""
@@ -59,7 +85,11 @@ class Case:
     @property
     def kind(self) -> str:
         """What a ControlNet's class begins with."""
-        return next((kind for kind in ("Flux", "QwenImage") if self.name.startswith(kind)), "")
+        kinds = {
+            "Flux": "Flux", "QwenImage": "QwenImage", "StableDiffusion3": "SD3", "Sana": "Sana",
+            "HunyuanDiT": "HunyuanDiT2D",
+        }  # fmt: skip
+        return next((kind for start, kind in kinds.items() if self.name.startswith(start)), "")
 
     def make_call(self, guided: bool) -> dict[str, Any]:
         found: dict[str, Any] = {**self.more}
@@ -81,7 +111,7 @@ class Case:
             found |= {"width": self.size[0], "height": self.size[1]} if self.sized else {}
         picture = Image.new("RGB", self.size)
         for key in self.images:
-            found[key] = picture.convert("L") if key == "mask_image" else picture
+            found[key] = picture.convert("L") if "mask" in key else picture
         if self.small:
             found[self.small] = picture.resize((self.size[0] // 4, self.size[1] // 4))
         if self.two:
@@ -89,7 +119,7 @@ class Case:
         if self.video:
             found[self.video] = [picture] * self.frames
         elif self.frames:
-            found["num_frames"] = self.frames
+            found[self.length] = self.frames
         if self.scale:
             key = "guidance_scale" if self.scale in ("always", "zero", "qwen") else self.scale
             found[key] = 4.0 if guided else 1.0 - (self.scale == "zero")
@@ -410,6 +440,191 @@ CASES |= {
     "cogview4": _COGVIEW,
     "cogview4, control": _COGVIEW.change("CogView4ControlPipeline", images="control_image", config={"in_channels": 8}),
 }
+_DIT = Case(
+    "HunyuanDiTPipeline",
+    "HunyuanDiT2DModel",
+    {"text_len": TEXT},
+    scheduler="DDIMScheduler",
+    mask=MASK,
+    scale="always",
+    more={
+        "use_resolution_binning": False,
+        **{f"{side}prompt_embeds_2": torch.randn(1, 6, 16) for side in ("", "negative_")},
+        **{f"{side}prompt_attention_mask_2": torch.ones(1, 6).long() for side in ("", "negative_")},
+    },
+    **KL_CASES,
+)
+_COSMOS = Case(
+    "Cosmos2TextToImagePipeline",
+    "CosmosTransformer3DModel",
+    {**TWO, "max_size": [8, 32, 32]},
+    "AutoencoderKLWan",
+    PLAIN,
+    EULER,
+    scale="always",
+)
+_COSMOS.set = {"safety_checker": SafetyChecker()}
+_PICTURED = {"in_channels": 8, "out_channels": 2, "image_dim": 7, "added_kv_proj_dim": 24}
+_MARIGOLD = _SD.change(
+    "MarigoldDepthPipeline", text=0, sized=False, images="image", config={"in_channels": 8}, scale=""
+)
+_MARIGOLD.set = {"empty_text_embedding": torch.zeros(1, 2, 10)}
+_MARIGOLD.more = {"processing_resolution": 0}
+CASES |= {
+    "hunyuan-dit": _DIT,
+    "hunyuan-dit, controlnet": _DIT.change(
+        "HunyuanDiTControlNetPipeline",
+        images="control_image",
+        beside={**TINY["HunyuanDiT2DControlNetModel"], "text_len": TEXT, "transformer_num_layers": 4},
+    ),
+    "sd3, controlnet": _SD3.change(
+        "StableDiffusion3ControlNetPipeline", images="control_image", beside=TINY["SD3ControlNetModel"]
+    ),
+    "sd3, controlnet, inpaint": _SD3.change(
+        "StableDiffusion3ControlNetInpaintingPipeline",
+        images="control_image control_mask",
+        beside={**TINY["SD3ControlNetModel"], "extra_conditioning_channels": 1},
+    ),
+    "sana, controlnet": _SANA.change(
+        "SanaControlNetPipeline",
+        images="control_image",
+        beside=TINY["SanaControlNetModel"],
+        more={"negative_prompt": None},
+    ),
+    "lumina": Case(
+        "LuminaPipeline", "LuminaNextDiT2DModel", {}, scheduler=EULER, mask=MASK, scale="always", **KL_CASES
+    ),
+    "cosmos2": _COSMOS,
+    "cosmos2, video": _COSMOS.change(
+        "Cosmos2VideoToWorldPipeline", config={"in_channels": 3}, frames=13, images="image"
+    ),
+    "skyreels, image": _WAN.change(
+        "SkyReelsV2ImageToVideoPipeline",
+        denoiser="SkyReelsV2Transformer3DModel",
+        config=_PICTURED,
+        images="image",
+        text=512,
+        asked={"text": 512},
+        set={"image_encoder": ImageEncoder(), "image_processor": ImageEncoder()},
+    ),
+    "kandinsky5, image to video": CASES["kandinsky5"].change("Kandinsky5I2VPipeline", images="image"),
+    "qwen-image, controlnet, inpaint": _QWEN.change(
+        "QwenImageControlNetInpaintPipeline",
+        images="control_image control_mask",
+        beside=TINY["QwenImageControlNetModel"],
+    ),
+    "sd, depth": _SD.change(
+        "StableDiffusionDepth2ImgPipeline",
+        sized=False,
+        config={"in_channels": 5},
+        **{**HALF_WAY, "more": {"strength": 0.5, "depth_map": torch.randn(1, 96, 64)}},
+    ),
+    "marigold, depth": _MARIGOLD,
+    "marigold, normals": _MARIGOLD.change("MarigoldNormalsPipeline", images="image"),
+}
+_LATTE = Case(
+    "LattePipeline",
+    "LatteTransformer3DModel",
+    {},
+    scheduler="DDIMScheduler",
+    frames=3,
+    scale="always",
+    more={"mask_feature": False, "negative_prompt": None},
+    **KL_CASES,
+)
+_LATTE.length = "video_length"
+_KREA = Case(
+    "Krea2Pipeline", "Krea2Transformer2DModel", {}, "AutoencoderKLQwenImage", PLAIN, EULER, scale="zero", text=0
+)
+_KREA.more = {
+    "width": WIDTH,
+    "height": HEIGHT,
+    **{f"{side}prompt_embeds": torch.randn(1, TEXT, 3, 16) for side in ("", "negative_")},
+    **{f"{side}prompt_embeds_mask": torch.ones(1, TEXT).bool() for side in ("", "negative_")},
+}
+_KREA.asked = {"text": TEXT}
+_HIDREAM = Case(
+    "HiDreamImagePipeline",
+    "HiDreamImageTransformer2DModel",
+    {},
+    scheduler=EULER,
+    scale="always",
+    text=0,
+    size=(832, 1248),
+    steps=1,
+    **KL_CASES,
+)
+_HIDREAM.config = {
+    **_HIDREAM.config,
+    "max_resolution": [128, 128],
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "llama_layers": [0, 1],
+}
+_HIDREAM.more = {
+    "width": 832,
+    "height": 1248,
+    **{f"{side}prompt_embeds_t5": torch.randn(1, TEXT, 10) for side in ("", "negative_")},
+    **{f"{side}prompt_embeds_llama3": torch.randn(2, 1, TEXT, 14) for side in ("", "negative_")},
+    **{f"{side}pooled_prompt_embeds": torch.randn(1, 6) for side in ("", "negative_")},
+}
+_HIDREAM.asked = {"text": TEXT}
+_ERNIE = Case(
+    "ErnieImagePipeline",
+    "ErnieImageTransformer2DModel",
+    {"out_channels": 8},
+    "AutoencoderKLFlux2",
+    {},
+    EULER,
+    scale="always",
+    text=0,
+)
+_ERNIE.more = {
+    "width": WIDTH,
+    "height": HEIGHT,
+    **{f"{side}prompt_embeds": [torch.randn(TEXT, 10)] for side in ("", "negative_")},
+}
+_ERNIE.asked = {"text": TEXT}
+_DDPM = Case("DDPMPipeline", "UNet2DModel", {}, scheduler="DDPMScheduler", text=0, scale="", size=(16, 16), **KL_CASES)
+CASES |= {
+    "ernie": _ERNIE,
+    "nucleus": Case(
+        "NucleusMoEImagePipeline",
+        "NucleusMoEImageTransformer2DModel",
+        {},
+        "AutoencoderKLQwenImage",
+        PLAIN,
+        EULER,
+        {"use_dynamic_shifting": True},
+        mask="prompt_embeds_mask",
+        scale="always",
+    ),
+    "anyflow": _WAN.change(
+        "AnyFlowPipeline",
+        denoiser="AnyFlowTransformer3DModel",
+        scheduler="FlowMapEulerDiscreteScheduler",
+        options={},
+        scale="guidance_scale",
+    ),
+    "ddpm": _DDPM,
+    "ddim": _DDPM.change("DDIMPipeline", scheduler="DDIMScheduler"),
+    "consistency": _DDPM.change("ConsistencyModelPipeline", scheduler="CMStochasticIterativeScheduler"),
+    "latte": _LATTE,
+    "krea2": _KREA,
+    "hidream": _HIDREAM,
+    "prx": Case(
+        "PRXPipeline",
+        "PRXTransformer2DModel",
+        {},
+        scheduler=EULER,
+        scale="always",
+        more={
+            "use_resolution_binning": False,
+            **{f"{side}prompt_attention_mask": torch.ones(1, TEXT).bool() for side in ("", "negative_")},
+        },
+        **KL_CASES,
+    ),
+}
 RUNS = [(name, guided) for name in CASES for guided in (True, False) if CASES[name].scale or not guided]
 
 
@@ -424,18 +639,24 @@ def test_a_run_is_counted_exactly(name: str, guided: bool) -> None:
     key = "unet" if case.denoiser.startswith("UNet") else "transformer"
     kind = getattr(diffusers, case.name)
     parts: dict[str, Any] = {key: denoiser, "vae": vae}
+    if "vae" not in inspect.signature(kind.__init__).parameters:
+        del parts["vae"]
     if case.beside:
         parts["controlnet"] = build(f"{case.kind}ControlNetModel", case.beside).eval()
     watched = torch.nn.ModuleDict(parts)
     parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
-    needed = inspect.signature(kind.__init__).parameters.values()
-    given = {each.name: None for each in needed if each.name != "self" and each.default is inspect.Parameter.empty}
+    needed = inspect.signature(kind.__init__).parameters
+    given = {
+        each.name: None for each in needed.values() if each.name != "self" and each.default is inspect.Parameter.empty
+    }
     if name.startswith("sdxl"):  # its width is read
         config = transformers.CLIPTextConfig(**TINY_TEXT["CLIPTextModelWithProjection"])
         given["text_encoder_2"] = transformers.CLIPTextModelWithProjection(config)
     if "low_res_scheduler" in given:
         given["low_res_scheduler"] = diffusers.DDPMScheduler()
-    pipeline = kind(**{**given, **parts})
+    pipeline = kind(**{**given, **parts, **{key: part for key, part in case.set.items() if key in needed}})
+    for key, value in case.set.items():
+        setattr(pipeline, key, value)
     pipeline.set_progress_bar_config(disable=True)
     call = case.make_call(guided)
 
@@ -454,10 +675,9 @@ def test_a_run_is_counted_exactly(name: str, guided: bool) -> None:
     config = {name: {**part.config, "_class_name": type(part).__name__} for name, part in parts.items()}
     estimate = estimate_flops(
         {"_class_name": case.name, **config},
-        **sizes,
+        **{**sizes, **case.asked},
         sampling_steps=case.steps,
         guidance="on" if guided else "off",
-        **case.asked,
         convention="full",
         attention_kernel="eager",
     )
