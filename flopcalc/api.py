@@ -15,7 +15,7 @@ from flopcalc.base.units import check_items
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.workload.workload import Workload
-from flopcalc.setup.counting import SetupEstimate, bind_setup, choose_device
+from flopcalc.setup.counting import SetupEstimate, bind_setup, choose_device, find_shares
 from flopcalc.setup.counting import count_setup as count_without_trace
 from flopcalc.setup.fields import SetupKeywords
 from flopcalc.setup.setup import BESIDE, Setup, from_keywords
@@ -88,7 +88,8 @@ def estimate_flops(model: Any = None, workload: Workload | None = None, **setup:
                 "the tokens of a run"
             )
     counted = count(chosen)
-    return counted.estimate.add_notes(counted.notes) if counted.notes else counted.estimate
+    _, _, notes = find_shares(counted, chosen, "mfu(estimate, step_time_s)")  # there is no time: the least time alone
+    return counted.estimate.add_notes(counted.notes, notes)
 
 
 def count(setup: Setup, convention: Convention | None = None) -> SetupEstimate:

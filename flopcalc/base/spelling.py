@@ -12,7 +12,16 @@ KEYWORDS = {
     "image_grid": "image_grid_thw", "video": "videos", "video_grid": "video_grid_thw", "from": "from_",
     "compile": "compiled", "step_time": "step_time_s", "real_batch": "batch",
 }  # fmt: skip
+_FIELDS = {keyword: field for field, keyword in KEYWORDS.items()}
 _LISTS = ("image", "video", "image_grid", "video_grid", "audio")
+
+
+def find_field(keyword: str, value: object = None) -> str:
+    """The field of a Python keyword: seq_len -> seq. An option's own name is taken too; batch may hold tensors."""
+    if keyword == "batch" and isinstance(value, (int, str)):
+        return keyword
+    return _FIELDS.get(keyword, keyword)
+
 
 Speller = Callable[[str, str], str]
 

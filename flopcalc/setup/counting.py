@@ -15,6 +15,7 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.hardware.devices import detect_device, find_detected, find_device
+from flopcalc.hardware.routing import EVEN
 from flopcalc.setup.setup import ModelChoice, Setup
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def bind_setup(
         chosen.model, recipe=setup.recipe, convention=convention or setup.convention,
         attention_kernel=setup.attention_kernel, device=choose_device(setup, notes, convention), formats=setup.formats,
         spec=chosen.spec, download=chosen.download, clipping=setup.clipping, model_type=chosen.model_type,
-        head=chosen.head, mtp=chosen.mtp, routing=setup.get("routing"),
+        head=chosen.head, mtp=chosen.mtp, routing=setup.get("routing", EVEN),
     )  # fmt: skip
 
 
@@ -234,8 +235,10 @@ def find_sequences(asked: int | str | tuple[int, str], length: int) -> int:
     return sequences
 
 
-def find_shares(counted: SetupEstimate, setup: Setup) -> tuple[Utilization | None, Utilization | None, list[str]]:
-    """MFU and HFU where a time is given, and more notes; without one, the least time that the peak allows."""
+def find_shares(
+    counted: SetupEstimate, setup: Setup, way: str = ""
+) -> tuple[Utilization | None, Utilization | None, list[str]]:
+    """MFU and HFU where a time is given, and more notes; without one, the least time, and the `way` to the MFU."""
     place, estimate, said = setup.place, counted.estimate, counted.all_notes
     where: dict[str, Any] = {"device": place.device, "dtype": None, "peak": place.peak}
     measured = _read_time(setup)
@@ -244,7 +247,7 @@ def find_shares(counted: SetupEstimate, setup: Setup) -> tuple[Utilization | Non
     from flopcalc.core.estimate.utilization import describe_least_time, hfu, mfu  # only with a peak or a time
 
     if not measured:
-        return None, None, [note for note in describe_least_time(estimate, **where) if note not in said]
+        return None, None, [note for note in describe_least_time(estimate, way, **where) if note not in said]
     model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))
     notes = [share.note or "" for share in (model_share, hardware_share)]
     for note in said:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from flopcalc.base.spelling import KEYWORDS
+from flopcalc.base.spelling import find_field
 from flopcalc.base.vocabulary import (
     CLIPPING,
     CONVENTIONS,
@@ -188,7 +188,7 @@ class SetupKeywords(TypedDict, total=False):
     attention_kernel: Annotated[Kernel, Field("auto: the kernel that PyTorch's SDPA picks on the device; flash if no device is given.", "hardware", _ALL, "word", words=KERNELS, default="auto")]
     execution: Annotated[Execution, Field("How the step runs: eager (HF's code), compiled (torch.compile), graphs (compiled, as CUDA graphs), fused (kernels of a training framework). Default: predict eager, plan fused.", "hardware", "PL", "word", words=EXECUTIONS)]
     compiled: Annotated[bool, Field("The same as execution compiled.", "hardware", "P", "flag")]
-    routing: Annotated[str | os.PathLike[str] | Sequence[int] | Sequence[Sequence[int]], Field("How routers deal tokens out to experts: even, spread:S (standard deviation over the mean, 0 to 1), rows per expert as N,N,…, or a JSON file of rows.", "hardware", _ALL, "routing", "even|spread:S|N,N,…|FILE", default="even")]
+    routing: Annotated[str | os.PathLike[str] | Sequence[int] | Sequence[Sequence[int]], Field("How routers deal tokens out to experts: even, spread:S (standard deviation over the mean, 0 to 1), rows per expert as N,N,…, or a JSON file of rows. Models without experts take even alone.", "hardware", _ALL, "routing", "even|spread:S|N,N,…|FILE", default="even")]
     optimizer: Annotated[Optimizer, Field("adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none. Default: predict adamw, plan adamw-master.", "hardware", "PL", "word", "adamw|adamw-8bit|…", words=OPTIMIZERS)]
     host_factor: Annotated[Number, Field("Your CPU's slowdown relative to the calibrated host.", "hardware", "P", "number", "F", default="1")]
     transformers: Annotated[str, Field("Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.", "hardware", "P", metavar="VERSION")]
@@ -222,17 +222,11 @@ class SetupKeywords(TypedDict, total=False):
 
 # fmt: on
 
-_OPTIONS = {keyword: option for option, keyword in KEYWORDS.items()}
 # Field by its option's name, which is its name in JSON and on the page too.
-FIELDS: dict[str, Field] = {_OPTIONS.get(name, name): row for name, row in SetupKeywords.__annotations__.items()}
+FIELDS: dict[str, Field] = {find_field(name): row for name, row in SetupKeywords.__annotations__.items()}
 
 
 def list_fields(command: Command) -> dict[str, Field]:
     """What a command takes, in the order of the table."""
     letter = next(letter for letter, name in _LETTERS.items() if name == command)
     return {name: field for name, field in FIELDS.items() if letter in field.takes}
-
-
-def find_option(keyword: str) -> str:
-    """The option of a Python keyword: seq_len -> seq. An option's own name is taken too."""
-    return _OPTIONS.get(keyword, keyword)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError, format_nearest
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.spelling import spell
+from flopcalc.base.spelling import find_field, spell
 from flopcalc.base.units import describe_suffixes
 from flopcalc.base.vocabulary import Clipping, Convention, Kernel, PipelinePhase
 from flopcalc.core.estimate.inputs import Inputs
 from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
-from flopcalc.setup.fields import FIELDS, Command, Field, Kind, find_option, list_fields
+from flopcalc.setup.fields import FIELDS, Command, Field, Kind, list_fields
 from flopcalc.setup.values import read_value
 
 if TYPE_CHECKING:
@@ -289,9 +289,7 @@ def from_keywords(command: Command, model: object, keywords: Mapping[str, Any], 
     """The door of Python: keywords of estimate_flops and the like; an option's own name (seq) is taken too."""
     given: dict[str, Any] = {}
     for keyword, value in keywords.items():
-        name = find_option(keyword)
-        if keyword == "batch" and not isinstance(value, Mapping) and isinstance(value, (int, str)):
-            name = "batch"
+        name = find_field(keyword, value)
         if name in given:
             raise WorkloadError(f"{spell(name)} is given twice: give it once")
         given[name] = value

@@ -16,6 +16,8 @@ import flopcalc
 from flopcalc import FlopcalcError, estimate_flops, hfu, mfu, plan, predict, translate
 from flopcalc.base.spelling import KEYWORDS, spell_option
 from flopcalc.cli import _group, main
+from flopcalc.core.estimate.inputs import Inputs
+from flopcalc.core.model.config import load_config
 from flopcalc.setup.fields import COMMANDS, FIELDS, list_fields
 from flopcalc.setup.setup import from_keywords
 from flopcalc.web.answers import answer
@@ -312,6 +314,68 @@ def test_wrong_values(keywords: dict[str, Any], words: str) -> None:
     assert words in str(raised.value)
 
 
+WAN, PROMPT = "wan2.1-1.3b", {"sampling_steps": 2}
+PICTURES = {**load_config("sd-1.5").config, "_class_name": "StableDiffusionImg2ImgPipeline"}
+KONTEXT = {**load_config("flux.1-dev").config, "_class_name": "FluxKontextPipeline"}
+# Field of a call: a model that can use it, its value as a text, and what else the call needs.
+CALLS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "batch": ("gpt2", "2", {"seq_len": 64}),
+    "seq": ("gpt2", "1k", {}),
+    "text": ("qwen2-vl-2b", "64", {"images": "640x480"}),
+    "lengths": ("gpt2", "512,1k", {}),
+    "decoder_seq": ("t5-v1.1-xl", "8", {"seq_len": 16}),
+    "image": ("qwen2-vl-2b", ["640x480"], {"text": 64}),
+    "image_grid": ("qwen2-vl-2b", "1,36,52", {"text": 64}),
+    "video": ("qwen2-vl-2b", "640x480x8", {"text": 64}),
+    "video_grid": ("qwen2-vl-2b", ["2,36,52"], {"text": 64}),
+    "audio": ("whisper-large-v3", "2s", {"decoder_seq_len": 8}),
+    "clips": ("whisper-large-v3", [3000], {"decoder_seq_len": 8}),
+    "max_pixels": ("qwen2-vl-2b", "1M", {"text": 64, "images": "4096x3072"}),
+    "phase": ("gpt2", "forward", {"seq_len": 64}),
+    "context": ("llama-3.2-1b", "1k", {"phase": "decode"}),
+    "logits": ("gpt2", "5", {"seq_len": 64, "phase": "forward"}),
+    "sampling_steps": (WAN, "3", {}),
+    "guidance": (WAN, "off", PROMPT),
+    "parts": (WAN, "denoiser", PROMPT),
+    "strength": (PICTURES, "0.5", {"sampling_steps": 4}),
+    "images_per_prompt": (WAN, "2", PROMPT),
+    "references": (KONTEXT, "2", PROMPT),
+}
+
+
+def test_every_size_has_a_call() -> None:
+    assert set(CALLS) == set(Inputs.__annotations__) - {"of_batch"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bound_calls_take_each_spelling(name: str) -> None:
+    """The keyword and the option's name, in a call of a bound model as in estimate_flops."""
+    model, value, rest = CALLS[name]
+    total = estimate_flops(model, **{KEYWORDS.get(name, name): value}, **rest).total
+    bound = flopcalc.bind(model)
+    for spelled in (name, KEYWORDS.get(name, name)):
+        assert estimate_flops(model, **{spelled: value}, **rest).total == total
+        assert bound(**{spelled: value}, **rest).total == total
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"gpus": 8},
+            "a bound model takes no gpus. A call says the sizes of one micro-batch; bind() takes what trains",
+        ),
+        ({"videoz": 8}, "a bound model takes no videoz. Did you mean videos"),
+        ({"seq": 4, "seq_len": 4}, "seq_len is given twice: give it once"),
+        ({"batch": 4, "batch_size": 3}, "batch already says sizes, lengths and images: give it alone"),
+    ],
+)
+def test_what_a_bound_call_refuses(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlopcalcError) as raised:
+        flopcalc.bind("gpt2")(**given)
+    assert str(raised.value).startswith(words)
+
+
 def test_units_in_python() -> None:
     """Texts with units are read in bound calls, workloads and shares as in estimate_flops."""
     text, images = flopcalc.bind("gpt2"), flopcalc.bind("qwen2-vl-2b")
@@ -421,6 +485,33 @@ def test_a_short_name_is_explained_once(capsys: Capture) -> None:
         "h100 taken as h100-sxm; h100-pcie and h100-nvl differ"
     ]
     assert sum("above 1" in note for note in shown["notes"]) == 2
+
+
+def test_the_least_time_is_told_by_each_door(capsys: Capture) -> None:
+    """What the peak allows, where no time is given; a sum of steps does not keep it."""
+    step = estimate_flops("gpt2", seq_len=1024, device="h200", gpus=2)
+    least = "at the bf16 peak of 2 × NVIDIA H200 (989.4 TFLOP/s each) this takes at least 0.83 ms; "
+    assert f"{least}mfu(estimate, step_time_s) gives the MFU" in step.notes
+    shown = run_json(capsys, "estimate", "gpt2", "--seq", "1024", "--device", "h200", "--gpus", "2")
+    assert f"{least}--step-time gives the MFU" in shown["notes"]
+    assert any(least in note for note in step.notes)
+    assert not any(least in note for each in (step + step, 3 * step) for note in each.notes)
+    assert len((step + step).notes) == len(set((step + step).notes))
+
+
+def test_even_routing_says_nothing_of_a_dense_model(capsys: Capture) -> None:
+    """The default is accepted by every command that takes the field; another routing needs experts."""
+    for model, more in (("gpt2", ("--seq", "64")), ("sd3-medium", ())):
+        plain = run_json(capsys, "estimate", model, *more)
+        assert run_json(capsys, "estimate", model, *more, "--routing", "even") == plain
+        assert " experts" in fail(capsys, "estimate", model, *more, "--routing", "spread:0.2")
+    job = {"device": "h200", "seq_len": 64}
+    run = {**job, "gpus": 8, "tokens": "1B", "tp": 1, "pp": 1}
+    quoted = {**job, "mfu": "40%", "from_": "6nd"}
+    for function, fields in ((predict, job), (plan, run), (translate, quoted)):
+        assert function("gpt2", **fields, routing="even").to_dict() == function("gpt2", **fields).to_dict()
+        with pytest.raises(FlopcalcError, match="gpt2 has no experts that a router chooses: leave routing out"):
+            function("gpt2", **fields, routing="spread:0.2")
 
 
 def test_steps_of_other_groups_are_not_added() -> None:

@@ -273,7 +273,9 @@ def _count_devices(estimate: Estimate, num_devices: int | None, gpus: int | None
     return given
 
 
-def describe_least_time(estimate: Estimate, *, device: str | None, dtype: str | None, peak: Peak | None) -> list[str]:
+def describe_least_time(
+    estimate: Estimate, way: str = "", *, device: str | None, dtype: str | None, peak: Peak | None
+) -> list[str]:
     """Without a measured time: the least that the peak allows, and what measured steps reached on the device."""
     try:
         ideal = find_ideal_time(
@@ -295,7 +297,7 @@ def describe_least_time(estimate: Estimate, *, device: str | None, dtype: str | 
     reads, room = _describe_weights(estimate, known, least) if known is not None else ("", [])
     bound += reads
     measured = describe_measured_mfu(name, estimate) if name is not None and ideal.dtype == "bf16" else None
-    notes = [f"{bound}; {spell('step_time')} gives the MFU", *([measured] if measured else [])]
+    notes = [f"{bound}; {way or spell('step_time')} gives the MFU", *([measured] if measured else [])]
     return [*notes, *room, *([ideal.note] if ideal.note else [])]
 
 
