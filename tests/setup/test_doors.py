@@ -178,6 +178,85 @@ def test_a_launch_file_and_gpus_as_two_launch_files(capsys: Capture, tmp_path: P
     assert plain["mfu"]["value"] == mfu(single, 2, device="h200").value  # each GPU does as one alone
 
 
+# One job as each framework writes it, and how it says that two GPUs share a sample.
+JOB = {"seq": "1k", "batch": "4", "grad_accum": "2", "recompute": "full", "compute": "bf16", "gpus": "8"}
+JOBS = {
+    "axolotl": (
+        "base_model: gpt2\nsequence_len: 1024\nmicro_batch_size: 4\ngradient_accumulation_steps: 2\n"
+        "gradient_checkpointing: true\nbf16: true\n",
+        "tensor_parallel_size: 2\n",
+    ),
+    "LLaMA-Factory": (
+        "model_name_or_path: gpt2\nfinetuning_type: full\ncutoff_len: 1024\nper_device_train_batch_size: 4\n"
+        "gradient_accumulation_steps: 2\nuse_reentrant_gc: false\nbf16: true\n",
+        "tensor_model_parallel_size: 2\n",
+    ),
+    "TRL": (
+        "model_name_or_path: gpt2\nmax_length: 1024\nper_device_train_batch_size: 4\n"
+        "gradient_accumulation_steps: 2\ngradient_checkpointing: true\nbf16: true\n",
+        "",
+    ),
+}
+ACCELERATE = "compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmixed_precision: bf16\n"
+SHARED = "parallelism_config: {parallelism_config_tp_size: 2}\n"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("framework", JOBS)
+def test_a_job_through_a_launch_file_as_through_options(
+    capsys: Capture, tmp_path: Path, framework: str, tp: int
+) -> None:
+    """Its FLOPs, MFU and HFU: with --gpus, with an accelerate file, from options, in Python and on the page."""
+    text, sharing = JOBS[framework]
+    own = tmp_path / "job.yaml"
+    own.write_text(text + sharing * (tp > 1), encoding="utf-8")
+    accelerate = tmp_path / "accelerate.yaml"
+    accelerate.write_text(ACCELERATE + SHARED * (tp > 1 and not sharing), encoding="utf-8")
+    layout = {"tp": str(tp)} if tp > 1 else {}
+    given = {"gpus": "8", **({} if sharing else layout)}
+    sequences = {name: value for name, value in JOB.items() if name != "grad_accum"} | {"global_batch": str(64 // tp)}
+    doors = [
+        ["gpt2", *make_words({**JOB, **layout})],
+        ["gpt2", *make_words({**sequences, **layout})],
+        ["--launch", str(own), *make_words(given)],
+        ["--launch", str(own), "--launch", str(accelerate)],
+        ["--launch", str(own), "--launch", str(accelerate), *make_words({"gpus": "8"})],
+    ]
+    shown = [run_json(capsys, "estimate", *words, *TIMED) for words in doors]
+    for each in shown:
+        assert read(each) == read(shown[0])
+        assert read(each)[1:] == (8, 64 // tp)
+        assert (each["mfu"], each["hfu"]) == (shown[0]["mfu"], shown[0]["hfu"])
+    for keywords in (make_keywords({**JOB, **layout}) | {"model": "gpt2"}, {"launch": own, **given}):
+        found = estimate_flops(**keywords)
+        assert (found.total, found.gpus, found.global_batch) == read(shown[0])
+        for share in (mfu, hfu):
+            assert share(found, 2, device="h200").to_dict() == shown[0][share.__name__]
+    asked = json.dumps({"what": "launch", "name": own.name, "text": own.read_text(encoding="utf-8"), "setup": {}})
+    form = json.loads(answer(asked))["setup"] | given
+    page = json.loads(answer(json.dumps({"what": "flops", "setup": {**form, "device": "h200", "step_time": "2s"}})))
+    assert read(page["estimate"]) == read(shown[0])
+    assert (page["estimate"]["mfu"], page["estimate"]["hfu"]) == (shown[0]["mfu"], shown[0]["hfu"])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_groups_of_a_launch_file_are_predicted_as_gpus(capsys: Capture, tmp_path: Path, tp: int) -> None:
+    """predict knows no groups: it says so, and has as many steps at once as the job."""
+    own, accelerate = tmp_path / "job.yaml", tmp_path / "accelerate.yaml"
+    own.write_text(JOBS["axolotl"][0] + JOBS["axolotl"][1] * (tp > 1), encoding="utf-8")
+    accelerate.write_text(ACCELERATE, encoding="utf-8")
+    groups = run_json(capsys, "predict", "gpt2", *make_words({**JOB, "gpus": str(8 // tp)}), "--device", "h200")
+    for words in (["--gpus", "8"], ["--launch", str(accelerate)]):
+        shown = run_json(capsys, "predict", "--launch", str(own), *words, "--device", "h200")
+        assert (shown["gpus"], shown["global_batch"]) == (8 // tp, 64 // tp)
+        assert shown["tokens_per_s"] == groups["tokens_per_s"]
+        assert any("predict runs the whole model on each GPU" in note for note in shown["notes"]) == (tp > 1)
+    if tp > 1:
+        for command, more in (("predict", []), ("plan", ["--tokens", "1B"]), ("estimate", [])):
+            told = fail(capsys, command, "--launch", str(own), "--gpus", "7", "--device", "h200", *more)
+            assert told == "7 GPUs are no multiple of tp · pp · cp = 2"
+
+
 def test_given_gpus_win_over_a_launch_file(capsys: Capture, tmp_path: Path) -> None:
     files, _ = write_launch(tmp_path, {"batch": "4", "gpus": "8"})
     words = [word for file in files for word in ("--launch", file)]

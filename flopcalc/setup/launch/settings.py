@@ -102,8 +102,6 @@ class LaunchSettings:
             gpus = math.prod([spread, *(each.value for each in dp)])
             keys = [said[word].key for word in ("dp", "dp_shard", "tp", "cp", "pp") if word in said]
             found["gpus"] = Taken(gpus, " × ".join(keys))
-        if "gpus" in found and "batch" in said and found["gpus"].value % spread:
-            raise ConfigError(f"{found['gpus'].value} GPUs are no multiple of tp · cp · pp = {spread}")
         return found
 
     def _make_recompute(self) -> dict[str, Taken]:
