@@ -108,7 +108,7 @@ def choose_device(setup: Setup, notes: list[str], convention: Convention | None 
                 raise
             known = None  # a device that is not in the table: its peak is given by hand
     if known is None or name is None:
-        if setup.command in ("predict", "plan", "bind"):
+        if setup.command in ("predict", "plan", "serving", "bind"):
             shown = "no GPU" if name is None else f"{name}, which is not in the table"
             raise DeviceError(
                 f"{spell('device', 'auto')}: this machine shows {shown}; name a GPU, `flopcalc devices` lists them"
@@ -122,6 +122,14 @@ def choose_device(setup: Setup, notes: list[str], convention: Convention | None 
     if known.sdpa is None and is_auto:
         notes.append(f"which kernel SDPA picks on {known.name} is not known: flash assumed")
     return name
+
+
+def require_device(setup: Setup) -> str:
+    """The device of a question that needs one."""
+    device = choose_device(setup, [])
+    if device is None:
+        raise DeviceError(f"on which device? Give {spell('device', 'NAME')}; `flopcalc devices` lists them")
+    return device
 
 
 def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:

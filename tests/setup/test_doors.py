@@ -18,7 +18,7 @@ from flopcalc.base.spelling import KEYWORDS, spell_option
 from flopcalc.cli import _group, main
 from flopcalc.core.estimate.inputs import Inputs
 from flopcalc.core.model.config import load_config
-from flopcalc.setup.fields import COMMANDS, FIELDS, list_fields
+from flopcalc.setup.fields import COMMANDS, FIELDS, GROUPS, list_fields
 from flopcalc.setup.setup import from_keywords
 from flopcalc.web.answers import answer
 
@@ -553,9 +553,15 @@ def test_no_gpu_for_auto(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> No
     ]
     shown = run_json(capsys, "estimate", "gpt2", "--seq", "64", "--device", "auto")
     assert shown["notes"] == ["no GPU found on this machine: name one with --device, or give --peak"]
-    for function in (flopcalc.bind, predict):
+    needed: dict[Any, dict[str, Any]] = {
+        flopcalc.bind: {},
+        predict: {"seq_len": 64},
+        plan: {"tokens": "1B", "gpus": 8},
+        flopcalc.serving: {"input_len": 64, "output_len": 8},
+    }
+    for function, sizes in needed.items():
         with pytest.raises(FlopcalcError, match='device="auto": this machine shows no GPU'):
-            function("gpt2", device="auto", **({} if function is flopcalc.bind else {"seq_len": 64}))
+            function("gpt2", device="auto", **sizes)
 
 
 def test_a_short_name_is_explained_once(capsys: Capture) -> None:
@@ -564,6 +570,10 @@ def test_a_short_name_is_explained_once(capsys: Capture) -> None:
         "h100 taken as h100-sxm; h100-pcie and h100-nvl differ"
     ]
     assert sum("above 1" in note for note in shown["notes"]) == 2
+    served = flopcalc.serving("gpt2", device="h100", input_len=64, output_len=8)
+    assert [note for note in served.notes if "taken as" in note] == [
+        "h100 taken as h100-sxm; h100-pcie and h100-nvl differ"
+    ]
 
 
 def test_the_least_time_is_told_by_each_door(capsys: Capture) -> None:
@@ -603,6 +613,22 @@ def test_steps_of_other_groups_are_not_added() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_help_ends_in_one_stop(name: str) -> None:
     assert re.search(r"\w[)']?\.$", FIELDS[name].help)
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "bind"])
+def test_help_fits_the_command(capsys: Capture, command: Any) -> None:
+    """Sections in the table's order, every option in its own, and no word of what other commands do."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    _, *parts = re.split(r"^([A-Z][a-zA-Z ]+):\n", capsys.readouterr().out.partition("\n\n")[2], flags=re.MULTILINE)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(sections) == [title for title in GROUPS.values() if title in sections]
+    for name, field in list_fields(command).items():
+        own = re.search(rf"^  {spell_option(name, '')}\b", sections.get(GROUPS[field.group], ""), re.MULTILINE)
+        assert own is not None or not field.in_doors
+    body = "\n".join(sections.values())
+    assert re.search(r"^  \W?MODEL", body, re.MULTILINE) is None
+    assert not set(re.findall(r"\w+|[{}]", body)) & ({"plan", "predict", "translate", "estimate", "{", "}"} - {command})
 
 
 # --- messages below the command line ----------------------------------------------------------------------------------
