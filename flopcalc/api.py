@@ -15,8 +15,7 @@ from flopcalc.base.units import check_items
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.workload.workload import Workload
-from flopcalc.setup.counting import SetupEstimate, bind_setup, find_shares, require_device
-from flopcalc.setup.counting import count_setup as count_without_trace
+from flopcalc.setup.counting import SetupEstimate, bind_setup, count_setup, find_shares, require_device
 from flopcalc.setup.fields import SetupKeywords
 from flopcalc.setup.setup import BESIDE, Setup, from_keywords
 
@@ -94,7 +93,7 @@ def estimate_flops(model: Any = None, workload: Workload | None = None, **setup:
 
 def count(setup: Setup, convention: Convention | None = None) -> SetupEstimate:
     """The Estimate of a Setup; HF's code is traced where it asks for that."""
-    return count_without_trace(setup, convention, _trace)
+    return count_setup(setup, _trace, convention)
 
 
 def _trace(*arguments: Any) -> Any:

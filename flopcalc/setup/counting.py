@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flopcalc.base.data import get_stem
-from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
+from flopcalc.base.errors import DeviceError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_tokens, parse_share
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
@@ -34,11 +34,6 @@ _UNTRACED = (
 Tracer: TypeAlias = "Callable[[Source, Recipe, str, bool, str], TracedModel]"
 
 
-def refuse_trace(*_: object) -> TracedModel:
-    """Where no code can be run, as on the page."""
-    raise FlopcalcError(f"{spell('trace')} runs HF's code, which cannot be done here")
-
-
 class SetupEstimate(NamedTuple):
     """An Estimate, and notes on what was assumed, besides the estimate's own."""
 
@@ -50,7 +45,7 @@ class SetupEstimate(NamedTuple):
         return list(dict.fromkeys([*self.estimate.notes, *self.notes]))
 
 
-def count_setup(setup: Setup, convention: Convention | None = None, tracer: Tracer = refuse_trace) -> SetupEstimate:
+def count_setup(setup: Setup, tracer: Tracer, convention: Convention | None = None) -> SetupEstimate:
     """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code for a trace."""
     notes = list(setup.notes)
     return count_bound(setup, bind_setup(setup, convention, notes, tracer), notes)
@@ -77,12 +72,12 @@ def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> SetupEs
 
 
 def bind_setup(
-    setup: Setup, convention: Convention | None = None, notes: list[str] | None = None, tracer: Tracer = refuse_trace
+    setup: Setup, convention: Convention | None = None, notes: list[str] | None = None, tracer: Tracer | None = None
 ) -> Estimator:
     """The estimator of a setup's model, recipe and formats."""
     notes = [] if notes is None else notes
     chosen = setup.model
-    if chosen.trace:
+    if chosen.trace and tracer is not None:  # no other command takes the field
         return _find_traced(setup, tracer)
     return bind_config(
         chosen.model, recipe=setup.recipe, convention=convention or setup.convention,
@@ -113,11 +108,7 @@ def choose_device(setup: Setup, notes: list[str], convention: Convention | None 
             raise DeviceError(
                 f"{spell('device', 'auto')}: this machine shows {shown}; name a GPU, `flopcalc devices` lists them"
             )
-        if setup.place.peak is None:
-            from flopcalc.core.estimate.utilization import describe_auto  # only where no device was found
-
-            notes.append(describe_auto(name))
-        return None
+        return None  # find_shares says so
     is_auto = setup.attention_kernel == "auto" and (convention or setup.convention) == "hardware"
     if known.sdpa is None and is_auto:
         notes.append(f"which kernel SDPA picks on {known.name} is not known: flash assumed")
@@ -160,7 +151,7 @@ def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
 
 
 def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> Estimate:
-    work, objective = setup.work, setup.objective
+    work, objective = setup.work, setup.get("objective")
     if objective is not None:
         return _count_objective(setup, objective, estimator, notes)
     if work.workload is not None:
@@ -208,7 +199,8 @@ def _find_times(setup: Setup, estimate: Estimate, replicas: int) -> int:
     if work.global_batch is None:
         return times
     rows = sum(load.rows * many for _, load, many in estimate.trained.terms)
-    rows //= 2 if setup.objective is not None and setup.objective.is_paired else 1
+    objective = setup.get("objective")
+    rows //= 2 if objective is not None and objective.is_paired else 1
     sequences = find_sequences(work.global_batch, estimate.tokens // rows)
     found, rest = divmod(sequences, rows * replicas)
     if rest or not found:

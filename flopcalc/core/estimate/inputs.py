@@ -74,8 +74,8 @@ def read_call(given: Mapping[str, Any]) -> Inputs:
     found: dict[str, Any] = {}
     for keyword, value in given.items():
         field = find_field(keyword, value)
-        if field not in _CALL:
-            near = format_nearest(spell(field), [spell(each) for each in _CALL], 0.7)
+        if field not in SIZES:
+            near = format_nearest(spell(field), [spell(each) for each in SIZES], 0.7)
             raise WorkloadError(
                 f"a bound model takes no {spell(field)}.{near} A call says the sizes of one micro-batch; bind() takes "
                 "what trains, formats and the device; estimate_flops() takes everything"
@@ -116,8 +116,8 @@ def read_seconds(value: Any, field: str) -> tuple[float, ...]:
     return tuple(read_number(each, field) for each in items)
 
 
-# The fields of a bound model's call, and how those are read that the workload does not read itself.
-_CALL = [name for name in Inputs.__annotations__ if name != "of_batch"]
+SIZES = tuple(name for name in Inputs.__annotations__ if name != "of_batch")  # fields of a setup
+# How those of a bound model's call are read that the workload does not read itself.
 _READERS: dict[str, Callable[[Any, str], Any]] = {
     **dict.fromkeys(
         ("batch", "seq", "text", "decoder_seq", "max_pixels", "sampling_steps", "images_per_prompt"), read_size

@@ -171,7 +171,7 @@ def find_ideal_time(
         given = {} if peak is None else dict.fromkeys(flops, read_number(peak, "peak"))
     if known is None and not given:
         if device == "auto":
-            return Ideal(None, (), name, "+".join(flops), note=describe_auto(name))
+            return Ideal(None, (), name, "+".join(flops), note=_describe_auto(name))
         raise DeviceError(f"MFU needs a peak: name a {spell('device')}, or give {spell('peak', 'FLOPS_PER_S')}")
     peaks, notes = [], [known.note] if known is not None and known.note else []
     for kind, total in flops.items():
@@ -218,7 +218,7 @@ def _find_device(device: str | None, peak: Peak | None) -> tuple[str | None, Dev
     return (found, None) if known is None else (known.name, known)
 
 
-def describe_auto(name: str | None) -> str:
+def _describe_auto(name: str | None) -> str:
     """Why device auto gives no peak on this machine."""
     if name is None:
         return f"no GPU found on this machine: name one with {spell('device')}, or give {spell('peak')}"

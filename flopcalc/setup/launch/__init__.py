@@ -95,7 +95,7 @@ class LaunchOptions(NamedTuple):
             for path, name in zip(self.report["files"], self.report["frameworks"], strict=True)
         )
         taken = "; ".join(
-            f"{each['option']} {_shorten(each['value'])} from {each['key']}" for each in self.report["taken"]
+            f"{each['option']} {write_value(each['value'])} from {each['key']}" for each in self.report["taken"]
         )
         notes = [f"taken from {files}: {taken or 'nothing'}"]
         if self.report["overridden"]:
@@ -153,9 +153,10 @@ def _count_groups(gpus: int, spread: int) -> int:
     return gpus // spread
 
 
-def _shorten(value: object) -> str:
+def write_value(value: object) -> str:
+    """A value as its option takes it."""
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={_shorten(each)}" for key, each in value.items())
+        return ",".join(f"{key}={write_value(each)}" for key, each in value.items())
     return "+".join(value) if isinstance(value, tuple) else str(value)
 
 
