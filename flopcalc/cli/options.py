@@ -11,6 +11,7 @@ import click
 from flopcalc.base.data import list_data_files
 from flopcalc.base.errors import ConfigError, WorkloadError
 from flopcalc.base.spelling import spell_option, use_spelling
+from flopcalc.base.vocabulary import LAYOUT_RECOMPUTE, RECOMPUTE
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, Group, list_fields
 
 LISTED = ("device", "gpus", "batch", "seq")  # fields that take lists; the last changes fastest
@@ -47,7 +48,7 @@ def complete_word(ctx: click.Context, param: click.Parameter, incomplete: str) -
 _COMPLETE = {"device": complete_device, "from": complete_quoted}
 
 
-def make_option(name: str, field: Field) -> click.Option:
+def make_option(command: Command, name: str, field: Field) -> click.Option:
     """The option of a field; its value is read later, as every door's is."""
     flags = [spell_option(name, ""), *([f"--{field.also}"] if field.also else []), name]
     default = f" (default {field.default})" if field.default else ""
@@ -60,8 +61,9 @@ def make_option(name: str, field: Field) -> click.Option:
         settings["multiple"] = field.repeats
     if field.kind == "mtp":
         settings |= {"is_flag": False, "flag_value": "config"}
-    is_whole = bool(field.words or field.kind == "recomputes") and "…" not in settings["metavar"]
-    words = tuple(settings["metavar"].split("|")) if is_whole else field.words
+    words = field.words
+    if field.kind == "recomputes":
+        words = LAYOUT_RECOMPUTE if command == "plan" else RECOMPUTE
     return FieldOption(
         flags, group=field.group, words=words, shell_complete=_COMPLETE.get(name, complete_word), **settings
     )
@@ -83,7 +85,7 @@ def takes_setup(command: Command, *, has_model: bool = True) -> Callable[[Callab
 
         made = cast("Any", run)
         own = getattr(function, "__click_params__", [])
-        found: list[click.Parameter] = [make_option(name, field) for name, field in fields.items()]
+        found: list[click.Parameter] = [make_option(command, name, field) for name, field in fields.items()]
         if has_model:
             model = FieldOption(
                 ["--model"],
