@@ -61,9 +61,8 @@ def make_option(command: Command, name: str, field: Field) -> click.Option:
         settings["multiple"] = field.repeats
     if field.kind == "mtp":
         settings |= {"is_flag": False, "flag_value": "config"}
-    words = field.words
-    if field.kind == "recomputes":
-        words = LAYOUT_RECOMPUTE if command == "plan" else RECOMPUTE
+    tried = LAYOUT_RECOMPUTE if command == "plan" else RECOMPUTE
+    words = tried if field.kind == "recomputes" else field.words
     return FieldOption(
         flags, group=field.group, words=words, shell_complete=_COMPLETE.get(name, complete_word), **settings
     )

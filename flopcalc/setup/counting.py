@@ -53,20 +53,16 @@ def count_setup(setup: Setup, tracer: Tracer, convention: Convention | None = No
 
 def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> SetupEstimate:
     """The same of a model that is bound already; `notes` grow by what the workload assumes."""
-    estimate, times = _count_micro_batch(setup, estimator, notes), 1
-    place = setup.place
-    if setup.command != "plan":  # which decides them itself
-        times = _find_times(setup, estimate, place.replicas)
-        if place.count > 1 and setup.command != "predict":
-            notes.append(
-                f"{spell('batch')} is that of one "
-                f"{'GPU' if place.shared == 1 else f'group of {place.shared} GPUs'}, and "
-                "FLOPs are those of all GPUs; before version 0.2 it was the batch of all GPUs together"
-            )
+    estimate, place = _count_micro_batch(setup, estimator, notes), setup.place
+    times = _find_times(setup, estimate, place.replicas)
     if times > 1 and estimate.pipeline is not None and estimate.pipeline.phase != "train":
         raise WorkloadError(f"{spell('grad_accum')} belongs to phase train, not {estimate.pipeline.phase}")
     estimate = estimate * times if times > 1 else estimate
-    if setup.command not in ("plan", "predict") and place.count > 1:
+    if place.count > 1 and setup.command != "predict":
+        notes.append(
+            f"{spell('batch')} is that of one {'GPU' if place.shared == 1 else f'group of {place.shared} GPUs'}, and "
+            "FLOPs are those of all GPUs; before version 0.2 it was the batch of all GPUs together"
+        )
         estimate = estimate.spread(place.count, place.replicas)
     return SetupEstimate(estimate, notes)
 
