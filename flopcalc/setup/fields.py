@@ -97,11 +97,11 @@ class Field(NamedTuple):
         """The row as one command shows it; without one, with the texts of all."""
         if "{" not in f"{self.help}{self.metavar}{self.default}":
             return self
-        texts = (
-            re.sub(r"\{([A-Z]+):(.*?)\}", lambda found: found[2] if letter in found[1] else "", text).strip()
-            for text in (self.help, self.metavar, self.default)
-        )
-        return self._replace(**dict(zip(("help", "metavar", "default"), texts, strict=True)))
+
+        def choose(text: str) -> str:
+            return re.sub(r"\{([A-Z]+):(.*?)\}", lambda found: found[2] if letter in found[1] else "", text).strip()
+
+        return self._replace(help=choose(self.help), metavar=choose(self.metavar), default=choose(self.default))
 
     @property
     def commands(self) -> tuple[Command, ...]:

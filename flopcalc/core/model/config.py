@@ -376,7 +376,11 @@ def _load_json(path: str) -> dict[str, Any]:
 def _load_hub(hub_id: str, download: bool, is_base: bool) -> Source:
     """A hub id's config: from the local cache, downloaded if asked for, else of the preset that it names."""
     read_adapter = partial(_load_adapter, download=download, is_base=is_base)
-    readers = {"config.json": _load_with_processors, PIPELINE_FILE: _load_pipeline, ADAPTER: read_adapter}
+    readers: dict[str, Callable[[str, str], Source]] = {
+        "config.json": _load_with_processors,
+        PIPELINE_FILE: _load_pipeline,
+        ADAPTER: read_adapter,
+    }
     for file, read in readers.items():
         cached = _find_cached(hub_id, file)
         if cached is not None:

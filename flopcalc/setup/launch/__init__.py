@@ -13,7 +13,7 @@ from flopcalc.base.errors import ConfigError, format_value
 from flopcalc.base.files import read_path
 from flopcalc.base.units import check_items, read_size
 from flopcalc.core.estimate.binding import bind_config
-from flopcalc.setup.fields import list_fields
+from flopcalc.setup.fields import Command, list_fields
 from flopcalc.setup.launch.script import read_script
 from flopcalc.setup.launch.settings import LaunchSettings, Taken
 
@@ -105,7 +105,7 @@ class LaunchOptions(NamedTuple):
         return notes
 
 
-def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: object = None) -> LaunchOptions:
+def apply_launch(launch: object, command: Command, given: Mapping[str, Any], model: object = None) -> LaunchOptions:
     """What launch files say for a command; `given` are the fields that the user gave, which win."""
     found = read_launch(launch)
     taken, unknown = dict(found.taken), list(found.not_understood)
@@ -120,7 +120,7 @@ def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: 
         unknown.append(f"{taken.pop('recompute').key}: selective, counted as none")
     if "max_pixels" in taken and not {"image", "video"} & set(given):
         unknown.append(f"{taken.pop('max_pixels').key}: no image or video was given")
-    fields = list_fields(command)  # type: ignore[arg-type]  # a command's name
+    fields = list_fields(command)
     for word in [word for word in taken if word != "model" and word not in fields]:
         dropped = taken.pop(word)
         if word == "objective":
@@ -135,8 +135,8 @@ def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: 
     kept = {word: each for word, each in taken.items() if word not in overridden}
     if command == "predict" and spread > 1:
         kept["gpus"] = Taken(_count_groups(gpus, spread), f"{gpus} GPUs in groups of {spread}")
-        keys = ", ".join(found.taken[word].key for word in ("tp", "cp", "pp") if word in found.taken)
-        unknown.append(f"{keys}: predict runs the whole model on each GPU, plan divides it")
+        degrees = ", ".join(found.taken[word].key for word in ("tp", "cp", "pp") if word in found.taken)
+        unknown.append(f"{degrees}: predict runs the whole model on each GPU, plan divides it")
     report = {
         "files": list(found.files),
         "frameworks": list(found.frameworks),
