@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flopcalc.base.data import describe_install
-from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.workload.workload import Workload
-from flopcalc.setup.counting import SetupEstimate, bind_setup, choose_device
-from flopcalc.setup.counting import count_setup as count_without_trace
+from flopcalc.setup.counting import SetupEstimate, bind_setup, count_setup, find_shares, require_device
 from flopcalc.setup.fields import SetupKeywords
 from flopcalc.setup.setup import BESIDE, Setup, from_keywords
 
@@ -88,12 +87,13 @@ def estimate_flops(model: Any = None, workload: Workload | None = None, **setup:
                 "the tokens of a run"
             )
     counted = count(chosen)
-    return counted.estimate.add_notes(counted.notes) if counted.notes else counted.estimate
+    _, _, notes = find_shares(counted, chosen, "mfu(estimate, step_time_s)")  # there is no time: the least time alone
+    return counted.estimate.add_notes(counted.notes, notes)
 
 
 def count(setup: Setup, convention: Convention | None = None) -> SetupEstimate:
     """The Estimate of a Setup; HF's code is traced where it asks for that."""
-    return count_without_trace(setup, convention, _trace)
+    return count_setup(setup, _trace, convention)
 
 
 def _trace(*arguments: Any) -> Any:
@@ -192,11 +192,8 @@ def list_step_options(setup: Setup) -> dict[str, Any]:
     """How a step runs, as predict_estimate and find_largest_batch take it."""
     from flopcalc.prediction.execution_options import choose_execution
 
-    device = choose_device(setup, [])
-    if device is None:
-        raise DeviceError(f"on which device? Give {spell('device', 'NAME')}; `flopcalc devices` lists them")
     return {
-        "device": device,
+        "device": require_device(setup),
         "dtype": setup.formats.compute,
         "optimizer": setup.get("optimizer", "adamw"),
         "attention_kernel": setup.attention_kernel,

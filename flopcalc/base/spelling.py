@@ -12,7 +12,16 @@ KEYWORDS = {
     "image_grid": "image_grid_thw", "video": "videos", "video_grid": "video_grid_thw", "from": "from_",
     "compile": "compiled", "step_time": "step_time_s", "real_batch": "batch",
 }  # fmt: skip
-_LISTS = ("image", "video", "image_grid", "video_grid", "audio")
+_FIELDS = {keyword: field for field, keyword in KEYWORDS.items()}
+LISTS = ("image", "video", "image_grid", "video_grid", "audio")  # in Python, of the whole batch
+
+
+def find_field(keyword: str, value: object = None) -> str:
+    """The field of a Python keyword: seq_len -> seq. An option's own name is taken too; batch may hold tensors."""
+    if keyword == "batch" and isinstance(value, (int, str)):
+        return keyword
+    return _FIELDS.get(keyword, keyword)
+
 
 Speller = Callable[[str, str], str]
 
@@ -26,7 +35,7 @@ def spell_keyword(field: str, value: str) -> str:
     is_plain = value.isdigit() or (value.isupper() and not value[0].isdigit()) or value == "True"
     value = f"({value})" if field.endswith("_grid") else value
     shown = value if is_plain else f'"{value}"'
-    return f"{name}=[{shown}]" if field in _LISTS else f"{name}={shown}"
+    return f"{name}=[{shown}]" if field in LISTS else f"{name}={shown}"
 
 
 def spell_option(field: str, value: str) -> str:

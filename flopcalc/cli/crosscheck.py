@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,7 @@ from flopcalc.base.data import describe_install
 from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.units import parse_size
 from flopcalc.cli.command import Command
-from flopcalc.cli.options import takes_setup
+from flopcalc.cli.options import FieldOption, takes_setup
 from flopcalc.cli.streams import show_json
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
@@ -23,15 +24,19 @@ from flopcalc.setup.setup import make_setup
 if TYPE_CHECKING:
     from flopcalc.measure.counters.witness import Crosscheck
 
+_option = partial(click.option, cls=FieldOption)
 _EXTRA = ("torch", "transformers", "peft", "fvcore")
 
 
 @click.command(cls=Command)
 @takes_setup("crosscheck")
-@click.option("--layers", metavar="N", help="Cut language model and tower to N layers, so that a big model fits.")
-@click.option("--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(("bf16", "fp16", "fp32")), help="Default: bf16 on a GPU, fp32 on the CPU.")
-@click.option("--attention", type=click.Choice(("eager", "sdpa")), default="eager", show_default=True)
+@_option("--layers", group="model", metavar="N", help="Cut language model and tower to N layers: a big model fits.")
+@_option("--device", group="hardware", type=click.Choice(("auto", "cuda", "cpu")), default="auto",
+         help="What runs the batch (default auto).")  # fmt: skip
+@_option("--dtype", group="formats", type=click.Choice(("bf16", "fp16", "fp32")),
+         help="Number format of the model (default: bf16 on a GPU, fp32 on the CPU).")  # fmt: skip
+@_option("--attention", group="hardware", type=click.Choice(("eager", "sdpa")), default="eager",
+         help="HF's attention code (default eager).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True)
 def crosscheck(
     model: str, layers: str | None, device: str, dtype: str | None, attention: str, as_json: bool, given: dict[str, Any]

@@ -11,16 +11,18 @@ import click
 from flopcalc.base.data import list_data_files
 from flopcalc.base.errors import ConfigError, WorkloadError
 from flopcalc.base.spelling import spell_option, use_spelling
-from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, list_fields
+from flopcalc.base.vocabulary import LAYOUT_RECOMPUTE, RECOMPUTE
+from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, Group, list_fields
 
 LISTED = ("device", "gpus", "batch", "seq")  # fields that take lists; the last changes fastest
 
 
 class FieldOption(click.Option):
-    """An option of the table, with its group in --help and the words that a shell completes."""
+    """An option with its group in --help, and the words that a shell completes."""
 
-    group = "output"
-    words: tuple[str, ...] = ()
+    def __init__(self, *flags: Any, group: Group = "output", words: tuple[str, ...] = (), **settings: Any) -> None:
+        super().__init__(*flags, **settings)
+        self.group, self.words = group, words
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -46,7 +48,7 @@ def complete_word(ctx: click.Context, param: click.Parameter, incomplete: str) -
 _COMPLETE = {"device": complete_device, "from": complete_quoted}
 
 
-def make_option(name: str, field: Field) -> click.Option:
+def make_option(command: Command, name: str, field: Field) -> click.Option:
     """The option of a field; its value is read later, as every door's is."""
     flags = [spell_option(name, ""), *([f"--{field.also}"] if field.also else []), name]
     default = f" (default {field.default})" if field.default else ""
@@ -59,10 +61,11 @@ def make_option(name: str, field: Field) -> click.Option:
         settings["multiple"] = field.repeats
     if field.kind == "mtp":
         settings |= {"is_flag": False, "flag_value": "config"}
-    option = FieldOption(flags, **settings, shell_complete=_COMPLETE.get(name, complete_word))
-    option.group = field.group
-    option.words = tuple(field.metavar.split("|")) if field.kind == "recomputes" else field.words
-    return option
+    tried = LAYOUT_RECOMPUTE if command == "plan" else RECOMPUTE
+    words = tried if field.kind == "recomputes" else field.words
+    return FieldOption(
+        flags, group=field.group, words=words, shell_complete=_COMPLETE.get(name, complete_word), **settings
+    )
 
 
 def takes_setup(command: Command, *, has_model: bool = True) -> Callable[[Callable[..., object]], Callable[..., Any]]:
@@ -81,15 +84,15 @@ def takes_setup(command: Command, *, has_model: bool = True) -> Callable[[Callab
 
         made = cast("Any", run)
         own = getattr(function, "__click_params__", [])
-        found: list[click.Parameter] = [make_option(name, field) for name, field in fields.items()]
+        found: list[click.Parameter] = [make_option(command, name, field) for name, field in fields.items()]
         if has_model:
             model = FieldOption(
                 ["--model"],
+                group="model",
                 shell_complete=complete_model,
                 metavar="M",
                 help="Preset, config.json, its folder, or a hub id; may also be the first argument.",
             )
-            model.group = "model"
             first = click.Argument(["first"], required=False, shell_complete=complete_model, metavar="[MODEL]")
             found = [first, model, *found]
         made.__click_params__ = [*own, *reversed(found)]  # click reads them from the last to the first
@@ -129,10 +132,12 @@ def explain_unknown(command: str | None, flag: str) -> str | None:
 
 
 def list_groups(command: click.Command, ctx: click.Context) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Sections of --help: the groups of the table, each with its options."""
-    sections: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS.values()}
-    for parameter in command.get_params(ctx):
-        record = parameter.get_help_record(ctx)
+    """Sections of --help: the groups of the table, each with its options; one where the table has none of them."""
+    options = [each for each in command.get_params(ctx) if isinstance(each, click.Option)]
+    has_fields = any(isinstance(each, FieldOption) for each in options)
+    sections: dict[str, list[tuple[str, str]]] = {title: [] for title in (*GROUPS.values(), "Options")}
+    for option in options:
+        record = option.get_help_record(ctx)
         if record is not None:
-            sections[GROUPS[getattr(parameter, "group", "output")]].append(record)
+            sections[GROUPS[getattr(option, "group", "output")] if has_fields else "Options"].append(record)
     return [(title, records) for title, records in sections.items() if records]

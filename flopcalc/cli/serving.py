@@ -10,7 +10,7 @@ import click
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.cli.command import Command
-from flopcalc.cli.options import takes_setup
+from flopcalc.cli.options import FieldOption, takes_setup
 from flopcalc.cli.pages import format_options, write_page
 from flopcalc.cli.streams import show_json
 from flopcalc.setup.setup import make_setup
@@ -36,15 +36,7 @@ def _reads_lines(function: Callable[..., Any]) -> Callable[..., Any]:
             options["engine"] = options.get("engine") or found["engine"]
         return function(**options)
 
-    lines = click.option(
-        "--launch",
-        metavar="LINE",
-        help="A line of vllm serve, sglang.launch_server or trtllm-serve; options win over it.",
-    )
-    files = click.option(
-        "--check", metavar="FILE", help="CSV file of measured rows: name those that are faster than physics allows."
-    )
-    return lines(files(run))
+    return run
 
 
 def _check(path: str, as_json: bool) -> None:
@@ -61,6 +53,10 @@ def _check(path: str, as_json: bool) -> None:
 @click.command(cls=Command)
 @_reads_lines
 @takes_setup("serving")
+@click.option("--launch", cls=FieldOption, group="model", metavar="LINE",
+              help="A line of vllm serve, sglang.launch_server or trtllm-serve; options win over it.")  # fmt: skip
+@click.option("--check", metavar="FILE",
+              help="CSV file of measured rows: name those that are faster than physics allows.")  # fmt: skip
 @format_options("table", "json", "html")
 @click.option(
     "--plot",

@@ -20,7 +20,7 @@ from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
 from flopcalc.prediction.execution_options import check_timed, describe_inferred
 from flopcalc.prediction.memory.peak import resize_batch
-from flopcalc.setup.counting import bind_setup, find_sequences
+from flopcalc.setup.counting import bind_setup, choose_device, find_sequences
 from flopcalc.setup.setup import ModelChoice, Setup
 from flopcalc.setup.values import AUTO
 
@@ -47,7 +47,7 @@ _NEEDED = {
 
 def plan_setup(setup: Setup) -> Plan:
     """The plan of a training run, from a Setup, its bound model and one sample."""
-    tokens, device, gpus = setup.get("tokens"), setup.place.device, setup.place.gpus
+    tokens, device, gpus = setup.get("tokens"), choose_device(setup, []), setup.place.gpus
     for name, value in (("tokens", tokens), ("device", device), ("gpus", gpus)):
         if value is None:
             raise WorkloadError(f"a plan needs {spell(name)}: {_NEEDED[name]}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, parse_size
 from flopcalc.hardware.devices import Device, find_device, find_format_peak
@@ -22,7 +22,7 @@ from flopcalc.server.schedule import Request, Run, simulate
 from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel
 from flopcalc.server.traffic import Traffic, make_requests, read_share, read_traffic
-from flopcalc.setup.counting import bind_setup
+from flopcalc.setup.counting import bind_setup, require_device
 from flopcalc.setup.setup import Setup
 
 _MOST_SLOTS = 2048  # that are simulated of a closed loop: others only wait
@@ -103,10 +103,8 @@ class ServingAnswer(NamedTuple):
 
 def serve_setup(setup: Setup) -> ServingAnswer:
     """The answer to a Setup of `serving`."""
-    name = setup.place.device
-    if name is None:
-        raise DeviceError(f"on which device? Give {spell('device', 'NAME')}; `flopcalc devices` lists them")
-    device, notes = find_device(name), list(setup.notes)
+    device = find_device(require_device(setup))
+    notes = [*setup.notes, *([device.note] if device.note else [])]
     engine, flags = _choose_engine(setup, device, notes)
     formats = setup.formats
     asked = flags.get("kv_cache", engine.cache_of.get(str(formats.weights), "auto"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flopcalc.base.data import get_stem
-from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
+from flopcalc.base.errors import DeviceError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_tokens, parse_share
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
@@ -15,6 +15,7 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.hardware.devices import detect_device, find_detected, find_device
+from flopcalc.hardware.routing import EVEN
 from flopcalc.setup.setup import ModelChoice, Setup
 
 if TYPE_CHECKING:
@@ -33,11 +34,6 @@ _UNTRACED = (
 Tracer: TypeAlias = "Callable[[Source, Recipe, str, bool, str], TracedModel]"
 
 
-def refuse_trace(*_: object) -> TracedModel:
-    """Where no code can be run, as on the page."""
-    raise FlopcalcError(f"{spell('trace')} runs HF's code, which cannot be done here")
-
-
 class SetupEstimate(NamedTuple):
     """An Estimate, and notes on what was assumed, besides the estimate's own."""
 
@@ -49,7 +45,7 @@ class SetupEstimate(NamedTuple):
         return list(dict.fromkeys([*self.estimate.notes, *self.notes]))
 
 
-def count_setup(setup: Setup, convention: Convention | None = None, tracer: Tracer = refuse_trace) -> SetupEstimate:
+def count_setup(setup: Setup, tracer: Tracer, convention: Convention | None = None) -> SetupEstimate:
     """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code for a trace."""
     notes = list(setup.notes)
     return count_bound(setup, bind_setup(setup, convention, notes, tracer), notes)
@@ -57,37 +53,33 @@ def count_setup(setup: Setup, convention: Convention | None = None, tracer: Trac
 
 def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> SetupEstimate:
     """The same of a model that is bound already; `notes` grow by what the workload assumes."""
-    estimate, times = _count_micro_batch(setup, estimator, notes), 1
-    place = setup.place
-    if setup.command != "plan":  # which decides them itself
-        times = _find_times(setup, estimate, place.replicas)
-        if place.count > 1 and setup.command != "predict":
-            notes.append(
-                f"{spell('batch')} is that of one "
-                f"{'GPU' if place.shared == 1 else f'group of {place.shared} GPUs'}, and "
-                "FLOPs are those of all GPUs; before version 0.2 it was the batch of all GPUs together"
-            )
+    estimate, place = _count_micro_batch(setup, estimator, notes), setup.place
+    times = _find_times(setup, estimate, place.replicas)
     if times > 1 and estimate.pipeline is not None and estimate.pipeline.phase != "train":
         raise WorkloadError(f"{spell('grad_accum')} belongs to phase train, not {estimate.pipeline.phase}")
     estimate = estimate * times if times > 1 else estimate
-    if setup.command not in ("plan", "predict") and place.count > 1:
+    if place.count > 1 and setup.command != "predict":
+        notes.append(
+            f"{spell('batch')} is that of one {'GPU' if place.shared == 1 else f'group of {place.shared} GPUs'}, and "
+            "FLOPs are those of all GPUs; before version 0.2 it was the batch of all GPUs together"
+        )
         estimate = estimate.spread(place.count, place.replicas)
     return SetupEstimate(estimate, notes)
 
 
 def bind_setup(
-    setup: Setup, convention: Convention | None = None, notes: list[str] | None = None, tracer: Tracer = refuse_trace
+    setup: Setup, convention: Convention | None = None, notes: list[str] | None = None, tracer: Tracer | None = None
 ) -> Estimator:
     """The estimator of a setup's model, recipe and formats."""
     notes = [] if notes is None else notes
     chosen = setup.model
-    if chosen.trace:
+    if chosen.trace and tracer is not None:  # no other command takes the field
         return _find_traced(setup, tracer)
     return bind_config(
         chosen.model, recipe=setup.recipe, convention=convention or setup.convention,
         attention_kernel=setup.attention_kernel, device=choose_device(setup, notes, convention), formats=setup.formats,
         spec=chosen.spec, download=chosen.download, clipping=setup.clipping, model_type=chosen.model_type,
-        head=chosen.head, mtp=chosen.mtp, routing=setup.get("routing"),
+        head=chosen.head, mtp=chosen.mtp, routing=setup.get("routing", EVEN),
     )  # fmt: skip
 
 
@@ -107,20 +99,24 @@ def choose_device(setup: Setup, notes: list[str], convention: Convention | None 
                 raise
             known = None  # a device that is not in the table: its peak is given by hand
     if known is None or name is None:
-        if setup.command in ("predict", "plan", "bind"):
+        if setup.command in ("predict", "plan", "serving", "bind"):
             shown = "no GPU" if name is None else f"{name}, which is not in the table"
             raise DeviceError(
                 f"{spell('device', 'auto')}: this machine shows {shown}; name a GPU, `flopcalc devices` lists them"
             )
-        if setup.place.peak is None:
-            from flopcalc.core.estimate.utilization import describe_auto  # only where no device was found
-
-            notes.append(describe_auto(name))
-        return None
+        return None  # find_shares says so
     is_auto = setup.attention_kernel == "auto" and (convention or setup.convention) == "hardware"
     if known.sdpa is None and is_auto:
         notes.append(f"which kernel SDPA picks on {known.name} is not known: flash assumed")
     return name
+
+
+def require_device(setup: Setup) -> str:
+    """The device of a question that needs one."""
+    device = choose_device(setup, [])
+    if device is None:
+        raise DeviceError(f"on which device? Give {spell('device', 'NAME')}; `flopcalc devices` lists them")
+    return device
 
 
 def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
@@ -151,7 +147,7 @@ def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
 
 
 def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> Estimate:
-    work, objective = setup.work, setup.objective
+    work, objective = setup.work, setup.get("objective")
     if objective is not None:
         return _count_objective(setup, objective, estimator, notes)
     if work.workload is not None:
@@ -199,7 +195,8 @@ def _find_times(setup: Setup, estimate: Estimate, replicas: int) -> int:
     if work.global_batch is None:
         return times
     rows = sum(load.rows * many for _, load, many in estimate.trained.terms)
-    rows //= 2 if setup.objective is not None and setup.objective.is_paired else 1
+    objective = setup.get("objective")
+    rows //= 2 if objective is not None and objective.is_paired else 1
     sequences = find_sequences(work.global_batch, estimate.tokens // rows)
     found, rest = divmod(sequences, rows * replicas)
     if rest or not found:
@@ -234,8 +231,10 @@ def find_sequences(asked: int | str | tuple[int, str], length: int) -> int:
     return sequences
 
 
-def find_shares(counted: SetupEstimate, setup: Setup) -> tuple[Utilization | None, Utilization | None, list[str]]:
-    """MFU and HFU where a time is given, and more notes; without one, the least time that the peak allows."""
+def find_shares(
+    counted: SetupEstimate, setup: Setup, way: str = ""
+) -> tuple[Utilization | None, Utilization | None, list[str]]:
+    """MFU and HFU where a time is given, and more notes; without one, the least time, and the `way` to the MFU."""
     place, estimate, said = setup.place, counted.estimate, counted.all_notes
     where: dict[str, Any] = {"device": place.device, "dtype": None, "peak": place.peak}
     measured = _read_time(setup)
@@ -244,7 +243,7 @@ def find_shares(counted: SetupEstimate, setup: Setup) -> tuple[Utilization | Non
     from flopcalc.core.estimate.utilization import describe_least_time, hfu, mfu  # only with a peak or a time
 
     if not measured:
-        return None, None, [note for note in describe_least_time(estimate, **where) if note not in said]
+        return None, None, [note for note in describe_least_time(estimate, way, **where) if note not in said]
     model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))
     notes = [share.note or "" for share in (model_share, hardware_share)]
     for note in said:

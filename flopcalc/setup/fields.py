@@ -7,10 +7,12 @@ made from the same rows. A new field is one row here, and the code that uses it.
 # No `from __future__ import annotations` here: the rows are read from the evaluated annotations.
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from flopcalc.base.spelling import KEYWORDS
+from flopcalc.base.spelling import find_field
 from flopcalc.base.vocabulary import (
     CLIPPING,
     CONVENTIONS,
@@ -18,7 +20,6 @@ from flopcalc.base.vocabulary import (
     KERNELS,
     OPTIMIZERS,
     PIPELINE_PHASES,
-    RECOMPUTE,
     Clipping,
     Convention,
     Execution,
@@ -74,7 +75,7 @@ Kind = Literal[
 
 
 class Field(NamedTuple):
-    """One question. `takes` are the initials of its commands: see _LETTERS."""
+    """One question. `takes` are the initials of its commands: see _LETTERS. {LP:text} is for commands L and P alone."""
 
     help: str
     group: Group
@@ -91,6 +92,16 @@ class Field(NamedTuple):
         return self.kind in ("grids", "images", "videos", "seconds", "patterns") or (
             self.kind == "path" and self.metavar == "FILE…"
         )
+
+    def fit(self, letter: str = "") -> "Field":
+        """The row as one command shows it; without one, with the texts of all."""
+        if "{" not in f"{self.help}{self.metavar}{self.default}":
+            return self
+
+        def choose(text: str) -> str:
+            return re.sub(r"\{([A-Z]+):(.*?)\}", lambda found: found[2] if letter in found[1] else "", text).strip()
+
+        return self._replace(help=choose(self.help), metavar=choose(self.metavar), default=choose(self.default))
 
     @property
     def commands(self) -> tuple[Command, ...]:
@@ -117,16 +128,17 @@ class SetupKeywords(TypedDict, total=False):
     head: Annotated[str, Field("The model's head, instead of the one that its config names; N: labels (default: the config's).", "model", _ALL, metavar="lm|none|sequence:N|token:N")]
     mtp: Annotated[int | bool | str, Field("Layers of multi-token prediction: as many as the config says, or N.", "model", _ALL, "mtp", "[N]")]
     trace: Annotated[bool, Field("Count HF's own code instead of a spec and cache the result (needs torch once).", "model", "ECT", "flag")]
-    launch: Annotated[Any, Field("A launch file: axolotl, LLaMA-Factory, ms-swift, TRL or accelerate YAML, torchtitan TOML, HF TrainingArguments JSON; repeatable. Other options win over it.", "model", "EXTPL", "path", "FILE…")]
+    launch: Annotated[Any, Field("A launch file: axolotl, LLaMA-Factory, ms-swift, TRL or accelerate YAML, torchtitan TOML, HF TrainingArguments JSON; repeatable. Other options win over it.", "model", _PLAN, "path", "FILE…")]
     # work
-    batch_size: Annotated[Size, Field("Samples of one micro-batch, on each GPU (or group of GPUs that share a sample).", "work", _COUNT + "K", "size", "N", default="1")]
+    batch_size: Annotated[Size, Field("Samples of one micro-batch, on each GPU{ECXT: (or group of GPUs that share a sample)}.", "work", _COUNT + "K", "size", "N", default="1")]
     seq_len: Annotated[Size, Field("Length per sample, visual tokens included; 4k is 4,096.", "work", _PLAN + "K", "size", "N")]
     text: Annotated[Size, Field("Text tokens per sample; visual and audio tokens are added.", "work", _PLAN + "K", "size", "N")]
     lengths: Annotated[Iterable[int] | str, Field("Lengths of the documents in one packed row, instead of a length and a batch.", "work", _COUNT, "sizes", "N,N,…")]
     decoder_seq_len: Annotated[Size, Field("Encoder-decoders: length of the decoder; the other length is the encoder's.", "work", _PLAN, "size", "N")]
     grad_accum: Annotated[Size, Field("Micro-batches per step.", "work", _COUNT, "size", "N", default="1")]
-    global_batch: Annotated[Size, Field("All sequences of a step, or tokens as in '4M tokens'; plan: default about 4M tokens, auto searches it.", "work", _PLAN, "global_batch", "N|4Mtok|auto")]
-    phase: Annotated[PipelinePhase, Field("A training step, a forward pass, a prompt (prefill), new tokens (decode), or diffusion sampling.", "work", _COUNT + "K", "word", words=PIPELINE_PHASES, default="train")]
+    global_batch: Annotated[Size, Field("All sequences of a step, or tokens as in '4M tokens'{L:; a plan's default is about 4M tokens, auto searches it}.", "work", _PLAN, "global_batch", "N|4Mtok{L:|auto}")]
+    tokens: Annotated[Number, Field("Tokens of a whole run, such as 15T; gives steps, FLOPs and GPU-hours.", "work", "EL", "tokens", "N|2T|300B")]
+    phase: Annotated[PipelinePhase, Field("A training step, a forward pass{ECXTP:, a prompt (prefill), new tokens (decode), or diffusion sampling}.", "work", _COUNT + "K", "word", "{K:train|forward}", PIPELINE_PHASES, default="train")]
     context: Annotated[Size, Field("decode: number of cached keys.", "work", _COUNT, "count", "C", default="0")]
     logits: Annotated[int | str, Field("Positions with logits (default: all; prefill: last).", "work", _COUNT, "logits", "all|last|N")]
     sampling_steps: Annotated[Size, Field("Diffusion: number of denoising steps; implies phase sample.", "work", _COUNT, "size", "N")]
@@ -168,7 +180,7 @@ class SetupKeywords(TypedDict, total=False):
     freeze: Annotated[Texts, Field("Freeze what matches: a glob of module paths, or vision|audio|projector|language; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
     train_only: Annotated[Texts, Field("Train only what matches: patterns as for freezing; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
     lora: Annotated[Lora | Mapping[str, Any] | str, Field("LoRA as PEFT applies it; save=… also trains these modules, dtype=bf16 keeps adapters in bf16.", "training", _ALL + "K", "lora", "r=16,targets=q_proj+v_proj")]
-    recompute: Annotated[Recompute | str | Sequence[str], Field("Gradient checkpointing. full: HF's default; full-reentrant: use_reentrant=True. plan tries several, with commas: none, light (norms, activations), selective (attention), offload, half (every second layer), full.", "training", _ALL + "K", "recomputes", "|".join(RECOMPUTE), default="none")]
+    recompute: Annotated[Recompute | str | Sequence[str], Field("Gradient checkpointing. full: HF's default; full-reentrant: use_reentrant=True{L:; a plan also takes light (norms, activations), selective (attention), offload and half (every second layer), and tries several with commas}.", "training", _ALL + "K", "recomputes", "none|{ECXTPBK:full|full-reentrant}{L:light|selective|…}", default="{ECXTPBK:none}")]
     gradient_checkpointing: Annotated[bool, Field("The same as recompute full.", "training", _ALL + "K", "flag")]
     clipping: Annotated[Clipping, Field("Per-sample clipping (DP-SGD) as in Opacus; counted under convention hardware.", "training", "ECXTB", "word", words=CLIPPING, default="none")]
     recipe: Annotated[Recipe | Mapping[str, Any], Field("freeze, train_only, lora, recompute and clipping as one value.", "training", "ECXTPLB", "value", in_doors=False)]
@@ -181,25 +193,25 @@ class SetupKeywords(TypedDict, total=False):
     autocast: Annotated[bool | str, Field("Matrix products run under torch.autocast, in bf16.", "formats", _ALL, "flag")]
     # hardware
     device: Annotated[str | None, Field("GPU whose peaks and kernels are used; auto: the one in this machine.", "hardware", _ALL + "S", metavar="NAME")]
-    gpus: Annotated[Size, Field("GPUs of the job; a step is that of all of them.", "hardware", "ECXTPLS", "size", "N", default="1", also="num-devices")]
+    gpus: Annotated[Size, Field("GPUs of the job{ECXT:; a step is that of all of them}{P:; predict runs the step on each}.", "hardware", "ECXTPLS", "size", "N", default="{ECXTP:1}", also="num-devices")]
     step_time_s: Annotated[Number, Field("Measured time of one step, such as 0.5 or 500ms; gives MFU and HFU.", "hardware", "EC", "number", "TIME")]
-    tokens_per_second: Annotated[Number, Field("Measured tokens per second of all GPUs, such as 12k; gives MFU and HFU.", "hardware", "ECT", "number", "N")]
+    tokens_per_second: Annotated[Number, Field("Measured tokens per second of all GPUs, such as 12k{EC:; gives MFU and HFU}.", "hardware", "ECT", "number", "N")]
     peak: Annotated[Number | Mapping[str, float], Field("Dense peak of one device, instead of the table's: 989T for all, or bf16=989T,fp8=1979T.", "hardware", "ECT", "peak", "FLOPS_PER_S")]
     attention_kernel: Annotated[Kernel, Field("auto: the kernel that PyTorch's SDPA picks on the device; flash if no device is given.", "hardware", _ALL, "word", words=KERNELS, default="auto")]
-    execution: Annotated[Execution, Field("How the step runs: eager (HF's code), compiled (torch.compile), graphs (compiled, as CUDA graphs), fused (kernels of a training framework). Default: predict eager, plan fused.", "hardware", "PL", "word", words=EXECUTIONS)]
+    execution: Annotated[Execution, Field("How the step runs: eager (HF's code), compiled (torch.compile), graphs (compiled, as CUDA graphs), fused (kernels of a training framework){P:; predict's default: eager}{L:; plan's default: fused}.", "hardware", "PL", "word", words=EXECUTIONS)]
     compiled: Annotated[bool, Field("The same as execution compiled.", "hardware", "P", "flag")]
-    routing: Annotated[str | os.PathLike[str] | Sequence[int] | Sequence[Sequence[int]], Field("How routers deal tokens out to experts: even, spread:S (standard deviation over the mean, 0 to 1), rows per expert as N,N,…, or a JSON file of rows.", "hardware", _ALL, "routing", "even|spread:S|N,N,…|FILE", default="even")]
-    optimizer: Annotated[Optimizer, Field("adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none. Default: predict adamw, plan adamw-master.", "hardware", "PL", "word", "adamw|adamw-8bit|…", words=OPTIMIZERS)]
+    routing: Annotated[str | os.PathLike[str] | Sequence[int] | Sequence[Sequence[int]], Field("How routers deal tokens out to experts: even, spread:S (standard deviation over the mean, 0 to 1), rows per expert as N,N,…, or a JSON file of rows. Models without experts take even alone.", "hardware", _ALL, "routing", "even|spread:S|N,N,…|FILE", default="even")]
+    optimizer: Annotated[Optimizer, Field("adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none{P:; predict's default: adamw}{L:; plan's default: adamw-master}.", "hardware", "PL", "word", "adamw|adamw-8bit|…", words=OPTIMIZERS)]
     host_factor: Annotated[Number, Field("Your CPU's slowdown relative to the calibrated host.", "hardware", "P", "number", "F", default="1")]
     transformers: Annotated[str, Field("Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.", "hardware", "P", metavar="VERSION")]
     pause_s: Annotated[Number, Field("How long the host does something else after each step.", "hardware", "P", "value", in_doors=False)]
     # layout on many GPUs
-    tp: Annotated[Degree, Field("Tensor parallel: GPUs that share each layer.", "layout", "ECTLS", "degrees", "N[,N…]")]
-    pp: Annotated[Degree, Field("Pipeline stages.", "layout", "ECTLS", "degrees", "N[,N…]")]
-    cp: Annotated[Degree, Field("Context parallel: GPUs that share a sequence.", "layout", "ECTL", "degrees", "N[,N…]")]
-    dp: Annotated[Degree, Field("Data-parallel replicas.", "layout", "LS", "degrees", "N[,N…]")]
+    tp: Annotated[Degree, Field("Tensor parallel: GPUs that share each layer.", "layout", "ECTLS", "degrees", "N{L:[,N…]}")]
+    pp: Annotated[Degree, Field("Pipeline stages.", "layout", "ECTLS", "degrees", "N{L:[,N…]}")]
+    cp: Annotated[Degree, Field("Context parallel: GPUs that share a sequence.", "layout", "ECTL", "degrees", "N{L:[,N…]}")]
+    dp: Annotated[Degree, Field("Data-parallel replicas.", "layout", "LS", "degrees", "N{L:[,N…]}")]
     virtual: Annotated[Degree, Field("Chunks of layers per stage (interleaved pipeline).", "layout", "L", "degrees", "N[,N…]")]
-    ep: Annotated[Degree, Field("Expert parallel: GPUs that share a layer's experts.", "layout", "LS", "degrees", "N[,N…]")]
+    ep: Annotated[Degree, Field("Expert parallel: GPUs that share a layer's experts.", "layout", "LS", "degrees", "N{L:[,N…]}")]
     zero: Annotated[Degree, Field("ZeRO stage 0 to 3; 3 is FSDP.", "layout", "L", "degrees", "N[,N…]")]
     micro_batch: Annotated[Degree, Field("Sequences that a replica processes at once.", "layout", "L", "degrees", "N[,N…]")]
     expert_imbalance: Annotated[Number, Field("Rows on the busiest rank of experts, relative to the mean.", "layout", "L", "number", "R", default="1")]
@@ -210,8 +222,7 @@ class SetupKeywords(TypedDict, total=False):
     pue: Annotated[Number, Field("What the site takes over what its computers take (PUE), such as 1.2.", "hardware", "PL", "number", "R", default="1")]
     # output
     convention: Annotated[Convention, Field("Count what the model needs (for MFU), what HF's eager code executes (full), or what the kernels execute (hardware, for HFU).", "output", "ECXB", "word", words=CONVENTIONS, default="model")]
-    tokens: Annotated[Number, Field("Tokens of a whole run, such as 15T; gives steps, FLOPs and GPU-hours.", "output", "EL", "tokens", "N|2T|300B")]
-    mfu: Annotated[Number, Field("An MFU such as 40%: estimate: for the run's GPU-hours (default: as measured, or 100 %); translate: the quoted one.", "output", "ET", "share", "SHARE")]
+    mfu: Annotated[Number, Field("{E:The MFU of a whole run, such as 40%, for its GPU-hours (default: as measured, or 100 %).}{T: Such as 40%: the MFU that was quoted.}", "output", "ET", "share", "SHARE")]
     from_: Annotated[str, Field("Convention of the quoted number.", "output", "T", metavar="CONVENTION")]
     tflops: Annotated[Number, Field("The quoted rate of one GPU in TFLOP/s.", "output", "T", "number", "N")]
     top: Annotated[Size, Field("Number of layouts to show.", "output", "L", "size", "N", default="5")]
@@ -222,17 +233,13 @@ class SetupKeywords(TypedDict, total=False):
 
 # fmt: on
 
-_OPTIONS = {keyword: option for option, keyword in KEYWORDS.items()}
 # Field by its option's name, which is its name in JSON and on the page too.
-FIELDS: dict[str, Field] = {_OPTIONS.get(name, name): row for name, row in SetupKeywords.__annotations__.items()}
+FIELDS: dict[str, Field] = {find_field(name): row.fit() for name, row in SetupKeywords.__annotations__.items()}
 
 
+@cache
 def list_fields(command: Command) -> dict[str, Field]:
     """What a command takes, in the order of the table."""
     letter = next(letter for letter, name in _LETTERS.items() if name == command)
-    return {name: field for name, field in FIELDS.items() if letter in field.takes}
-
-
-def find_option(keyword: str) -> str:
-    """The option of a Python keyword: seq_len -> seq. An option's own name is taken too."""
-    return _OPTIONS.get(keyword, keyword)
+    rows = {find_field(name): row for name, row in SetupKeywords.__annotations__.items()}
+    return {name: row.fit(letter) for name, row in rows.items() if letter in row.takes}

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError, format_nearest
+from flopcalc.base.errors import ConfigError, DeviceError, RecipeError, WorkloadError, format_nearest
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.spelling import spell
+from flopcalc.base.spelling import find_field, spell
 from flopcalc.base.units import describe_suffixes
 from flopcalc.base.vocabulary import Clipping, Convention, Kernel, PipelinePhase
-from flopcalc.core.estimate.inputs import Inputs
+from flopcalc.core.estimate.inputs import SIZES, Inputs
 from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
-from flopcalc.setup.fields import FIELDS, Command, Field, Kind, find_option, list_fields
+from flopcalc.setup.fields import FIELDS, Command, Field, Kind, list_fields
 from flopcalc.setup.values import read_value
 
-if TYPE_CHECKING:
-    from flopcalc.core.estimate.objective import Objective
-
 _RECIPE = ("freeze", "train_only", "lora", "recompute")
-_SIZES = (
-    "batch", "seq", "text", "lengths", "decoder_seq", "image", "image_grid", "video", "video_grid", "audio", "clips",
-    "max_pixels", "phase", "context", "logits", "sampling_steps", "guidance", "parts", "strength",
-    "images_per_prompt", "references",
-)  # fmt: skip
 # What is printed with an estimate, and no part of it.
 BESIDE = ("step_time", "tokens_per_second", "tokens", "mfu")
 _REFUSED = {
@@ -101,11 +93,6 @@ class Setup(Value):
     values: Mapping[str, Any] = {}  # every typed value by field; never changed
     notes: tuple[str, ...] = ()  # on what was written, and what launch files said
     launch: dict[str, Any] | None = None  # what launch files said, for JSON
-
-    @property
-    def objective(self) -> Objective | None:
-        found: Objective | None = self.values.get("objective")
-        return found
 
     def get(self, field: str, default: Any = None) -> Any:
         """The typed value of a field that was given."""
@@ -222,7 +209,7 @@ def _make_model(command: Command, model: object, values: Mapping[str, Any]) -> M
 
 
 def _make_work(values: Mapping[str, Any], workload: object, of_batch: bool) -> Work:
-    sizes, steps = _pick(values, _SIZES), _pick(values, ("grad_accum", "global_batch"))
+    sizes, steps = _pick(values, SIZES), _pick(values, ("grad_accum", "global_batch"))
     real = values.get("real_batch")
     if workload is not None:
         others = sizes if real is None else {**sizes, "real_batch": real}
@@ -267,7 +254,10 @@ def _make_recipe(command: Command, values: Mapping[str, Any]) -> Recipe | Mappin
 
 
 def _make_formats(values: Mapping[str, Any]) -> FormatOptions:
-    compute = values.get("compute", values.get("dtype"))
+    dtype = values.get("dtype")
+    compute = values.get("compute", dtype)
+    if dtype not in (None, compute):
+        raise DeviceError(f"{spell('dtype')} is the same as {spell('compute')}: give one of them")
     return FormatOptions(compute, values.get("weights"), values.get("kv_cache"), values.get("autocast"))
 
 
@@ -289,9 +279,7 @@ def from_keywords(command: Command, model: object, keywords: Mapping[str, Any], 
     """The door of Python: keywords of estimate_flops and the like; an option's own name (seq) is taken too."""
     given: dict[str, Any] = {}
     for keyword, value in keywords.items():
-        name = find_option(keyword)
-        if keyword == "batch" and not isinstance(value, Mapping) and isinstance(value, (int, str)):
-            name = "batch"
+        name = find_field(keyword, value)
         if name in given:
             raise WorkloadError(f"{spell(name)} is given twice: give it once")
         given[name] = value

@@ -13,16 +13,14 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import (
     check_items,
     parse_number,
-    parse_size,
-    parse_sizes,
     parse_tokens,
     read_number,
     read_size,
     read_sizes,
 )
 from flopcalc.base.vocabulary import check_flag, check_word
-from flopcalc.core.estimate.inputs import read_images, read_videos
-from flopcalc.core.workload.workload import Grid, read_grids
+from flopcalc.core.estimate.inputs import read_images, read_seconds, read_videos
+from flopcalc.core.workload.workload import check_logits, read_grids
 from flopcalc.hardware.routing import parse_routing
 from flopcalc.setup.fields import Field
 
@@ -32,11 +30,13 @@ _TOKENS = r"(?i)\s*(.*?)\s*(?:tok|tokens?)\s*"
 
 def read_value(name: str, field: Field, value: Any) -> Any:
     """The typed value of a field, or an error that names the field as the reader wrote it."""
+    if field.kind in _BY_ROW:
+        return _BY_ROW[field.kind](value, name, field)
     reader = _READERS.get(field.kind)
-    return value if reader is None else reader(name, field, value)
+    return value if reader is None else reader(value, name)
 
 
-def _read_text(name: str, field: Field, value: object) -> str:
+def _read_text(value: object, name: str, field: Field) -> str:
     if isinstance(value, str):
         return value
     if field.group == "formats":  # torch's objects too
@@ -44,11 +44,11 @@ def _read_text(name: str, field: Field, value: object) -> str:
     raise FlopcalcError(f"{spell(name)} must be a word, not {format_value(value)}")
 
 
-def _read_path(name: str, field: Field, value: Any) -> Any:
+def _read_path(value: Any, name: str, field: Field) -> Any:
     return value if field.repeats else read_path(value, spell(name), WorkloadError)
 
 
-def _read_word(name: str, field: Field, value: object) -> str:
+def _read_word(value: object, name: str, field: Field) -> str:
     error = RecipeError if field.group in ("training", "hardware") else WorkloadError
     try:
         return check_word(value, field.words, spell(name), error, suggests=True)
@@ -57,11 +57,11 @@ def _read_word(name: str, field: Field, value: object) -> str:
         raise error(f"{refused}{more}") from None
 
 
-def _read_flag(name: str, field: Field, value: object) -> Any:  # noqa: ARG001
+def _read_flag(value: object, name: str) -> Any:
     return value if name == "autocast" and isinstance(value, str) else check_flag(value, spell(name))
 
 
-def _read_peak(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
+def _read_peak(value: Any, name: str) -> Any:
     """'989T', or one per format: 'bf16=989T,fp8=1979T'."""
     if not isinstance(value, str) or "=" not in value:
         return value if isinstance(value, Mapping) else read_number(value, name)
@@ -76,18 +76,7 @@ def _read_peak(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
     return found
 
 
-def _read_grids(name: str, field: Field, value: Any) -> tuple[Grid, ...]:  # noqa: ARG001
-    if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
-        value = [parse_sizes(each, name, 3) for each in value]
-    return read_grids(value, spell(name))
-
-
-def _read_seconds(name: str, field: Field, value: Any) -> tuple[float, ...]:  # noqa: ARG001
-    items = (value,) if isinstance(value, (str, int, float)) else check_items(value, spell(name))
-    return tuple(read_number(each, name) for each in items)
-
-
-def _read_mtp(name: str, field: Field, value: Any) -> int | bool:  # noqa: ARG001
+def _read_mtp(value: Any, name: str) -> int | bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value == "config":
@@ -95,13 +84,7 @@ def _read_mtp(name: str, field: Field, value: Any) -> int | bool:  # noqa: ARG00
     return read_size(value, name, 0)
 
 
-def _read_logits(name: str, field: Field, value: Any) -> int | str:  # noqa: ARG001
-    if not isinstance(value, str) or value in ("all", "last"):
-        return value  # type: ignore[no-any-return]  # make_workload checks it
-    return parse_size(value, f"{spell(name)} (all, last or a number)")
-
-
-def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple[int, str]:  # noqa: ARG001
+def _read_global_batch(value: Any, name: str) -> int | str | tuple[int, str]:
     """Sequences, "auto", or tokens as a number and the suffix that was written."""
     if not isinstance(value, str):
         return read_size(value, name)
@@ -117,7 +100,7 @@ def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple
     return read_size(value, name)
 
 
-def _read_degrees(name: str, field: Field, value: Any) -> tuple[int, ...]:  # noqa: ARG001
+def _read_degrees(value: Any, name: str) -> tuple[int, ...]:
     least = 0 if name == "zero" else 1
     if isinstance(value, str):
         value = [piece.strip() for piece in value.split(",")]
@@ -125,30 +108,26 @@ def _read_degrees(name: str, field: Field, value: Any) -> tuple[int, ...]:  # no
     return tuple(read_size(each, name, least) for each in items)
 
 
-def _read_recomputes(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
+def _read_recomputes(value: Any, _: str) -> Any:
     """One word, or several with commas: which of them a command takes, it says itself."""
     if isinstance(value, str) and "," in value:
         return tuple(word.strip() for word in value.split(","))
     return value
 
 
-def _read_objective(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
+def _read_objective(value: Any, _: str) -> Any:
     from flopcalc.core.estimate.objective import read_objective  # only where used
 
     return read_objective(value)
 
 
-# Kinds that are not here are read by the code that uses them.
-_READERS: dict[str, Callable[[str, Field, Any], Any]] = {
-    "text": _read_text, "path": _read_path, "word": _read_word, "flag": _read_flag,
-    "size": lambda name, _field, value: read_size(value, name),
-    "count": lambda name, _field, value: read_size(value, name, 0),
-    "sizes": lambda name, _field, value: read_sizes(value, name),
-    "number": lambda name, _field, value: read_number(value, name),
-    "tokens": lambda _name, _field, value: parse_tokens(value), "peak": _read_peak,
-    "grids": _read_grids, "images": lambda name, _field, value: read_images(value, name),
-    "videos": lambda name, _field, value: read_videos(value, name), "seconds": _read_seconds,
-    "mtp": _read_mtp, "logits": _read_logits, "global_batch": _read_global_batch, "degrees": _read_degrees,
-    "objective": _read_objective, "recomputes": _read_recomputes,
-    "routing": lambda _name, _field, value: parse_routing(value),
+# Readers that need the field's row, and those that need its name; other kinds are read by the code that uses them.
+_BY_ROW: dict[str, Callable[[Any, str, Field], Any]] = {"text": _read_text, "path": _read_path, "word": _read_word}
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "flag": _read_flag, "size": read_size, "count": lambda value, name: read_size(value, name, 0), "sizes": read_sizes,
+    "number": read_number, "tokens": lambda value, _: parse_tokens(value), "peak": _read_peak,
+    "grids": lambda value, name: read_grids(value, spell(name)), "images": read_images, "videos": read_videos,
+    "seconds": read_seconds, "mtp": _read_mtp, "logits": lambda value, _: check_logits(value),
+    "global_batch": _read_global_batch, "degrees": _read_degrees, "objective": _read_objective,
+    "recomputes": _read_recomputes, "routing": lambda value, _: parse_routing(value),
 }  # fmt: skip

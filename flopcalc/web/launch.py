@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from flopcalc.base.errors import FlopcalcError
-from flopcalc.setup.launch import apply_launch, read_launch
-from flopcalc.web.setups import Page, list_page_fields, put_files
+from flopcalc.setup.launch import apply_launch, read_launch, write_value
+from flopcalc.web.setups import Page, put_files
 
 _NAME = re.compile(r"[^\w.-]", re.ASCII)
-_OTHERS = {"dtype": "compute"}  # options that a set-up knows by another name
 
 
 def read_launch_file(name: str, text: str, page: Page) -> dict[str, Any]:
@@ -27,23 +24,7 @@ def read_launch_file(name: str, text: str, page: Page) -> dict[str, Any]:
         applied = apply_launch(path, "estimate", {}, None if has_model else page.model or None)
     found: dict[str, object] = {} if has_model else {"model": page.model, "files": dict(page.files)}
     for option, value in applied.options.items():
-        field = _OTHERS.get(option, option)
-        if field != "model" and field not in list_page_fields():
-            raise FlopcalcError(f"{name}: the page has no field for {option}")
-        found[field] = _write(value)
+        found[option] = list(value) if isinstance(value, tuple) else write_value(value)
     if "device" in page.fields:
         found.setdefault("device", page.fields["device"])
     return {"what": "launch", "setup": found, "notes": applied.notes}
-
-
-def _write(value: object) -> Any:
-    """An option's value as a field holds it."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, Mapping):  # LoRA
-        return ",".join(
-            f"{key}={'+'.join(each) if isinstance(each, (list, tuple)) else each}"
-            for key, each in value.items()
-            if each
-        )
-    return [str(each) for each in value] if isinstance(value, (list, tuple)) else str(value)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES
-from flopcalc.base.spelling import KEYWORDS, spell_option
+from flopcalc.base.spelling import KEYWORDS, LISTS, spell_option
 from flopcalc.base.units import parse_size
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.setup.counting import SetupEstimate, bind_setup, count_bound
-from flopcalc.setup.fields import FIELDS, GROUPS, Command, list_fields
+from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, list_fields
 from flopcalc.setup.setup import BESIDE, Setup, make_setup
 
 _FILE = re.compile(r"(?:[\w.-]+/)?[\w.-]+\.json", re.ASCII)
@@ -43,7 +43,6 @@ _VIEWS: dict[str, Command] = {
     "roofline": "predict", "plan": "plan", "serving": "serving",
 }  # fmt: skip
 _FUNCTIONS = {"estimate": "estimate_flops", "explain": "estimate_flops"}
-_OF_BATCH = ("image", "image_grid", "video", "video_grid", "audio")
 _bound: dict[Hashable, Estimator] = {}
 
 
@@ -58,29 +57,28 @@ class Page(NamedTuple):
         return self._replace(fields={**self.fields, **fields})
 
 
-def list_page_fields() -> list[str]:
+def list_page_fields() -> dict[str, Field]:
     """The fields that the page reads: those that a view takes."""
     views = set(_VIEWS.values())
-    taken = [name for name, field in FIELDS.items() if field.in_doors and views & set(field.commands)]
-    return [name for name in taken if name not in _ELSEWHERE] + [PLAN_RECOMPUTE]
+    taken = {name: field for name, field in FIELDS.items() if field.in_doors and views & set(field.commands)}
+    return {name: taken[name] for name in taken if name not in _ELSEWHERE} | {PLAN_RECOMPUTE: FIELDS["micro_batch"]}
 
 
 def describe_form(words: Mapping[str, tuple[str, ...]]) -> list[dict[str, Any]]:
     """The form's sections, made from the table: every field with its control, hint, words and slider."""
     sections = []
     for group in GROUPS:
-        shown = [name for name in list_page_fields() if name not in _HIDDEN]
-        names = [name for name in shown if FIELDS.get(name, FIELDS["tp"]).group == group]
-        if names:
-            sections.append({"name": group, "fields": [_describe_field(name, words) for name in names]})
+        shown = {name: field for name, field in list_page_fields().items() if name not in _HIDDEN}
+        fields = [_describe_field(name, field, words) for name, field in shown.items() if field.group == group]
+        if fields:
+            sections.append({"name": group, "fields": fields})
     return sections
 
 
-def _describe_field(name: str, words: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    field = FIELDS.get(name, FIELDS["micro_batch"])
+def _describe_field(name: str, field: Field, words: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     hint = _HINTS.get(name) or (field.default if field.default.isdigit() else field.metavar)
     found: dict[str, Any] = {"name": name, "kind": _CONTROLS.get(name, "text"), "hint": hint}
-    known = words.get(name) or (field.words if name in FIELDS else ())
+    known = words.get(name) or field.words
     if known and name not in _CONTROLS:
         is_open = name == "phase"  # what a model does where nothing is said depends on it
         first = "" if is_open else field.default
@@ -103,7 +101,7 @@ def read_page(given: object) -> Page:
         if name not in known and name not in ("model", "files"):
             raise FlopcalcError(f"a set-up has no {format_value(name)}.{format_nearest(str(name), known)}")
         if name not in ("model", "files"):
-            fields[name] = _read_value(name, value)
+            fields[name] = _read_value(name, known[name], value)
     model = given.get("model", "")
     if not isinstance(model, str):
         raise FlopcalcError(f"model is a text, not {format_value(model)}")
@@ -111,8 +109,7 @@ def read_page(given: object) -> Page:
     return Page(model.strip(), files, {name: value for name, value in fields.items() if value})
 
 
-def _read_value(name: str, value: object) -> Any:
-    field = FIELDS.get(name, FIELDS["micro_batch"])
+def _read_value(name: str, field: Field, value: object) -> Any:
     if field.repeats:
         wanted, is_right = "a list of texts", isinstance(value, list) and all(isinstance(each, str) for each in value)
     elif field.kind == "flag":
@@ -232,7 +229,7 @@ def write_lines(page: Page, what: str, op: str = "") -> dict[str, str]:
             words += [spell_option(name, ""), each]
         shown = list(value) if isinstance(value, tuple) else int(value) if str(value).isdigit() else value
         if command != "estimate" or name not in BESIDE:
-            pieces.append(f"{KEYWORDS.get(name, name)}={shown!r}{many if name in _OF_BATCH else ''}")
+            pieces.append(f"{KEYWORDS.get(name, name)}={shown!r}{many if name in LISTS else ''}")
     words += (
         [spell_option("memory", "")] if what == "memory" else [spell_option("op", ""), op] if what == "explain" else []
     )

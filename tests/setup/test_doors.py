@@ -16,7 +16,9 @@ import flopcalc
 from flopcalc import FlopcalcError, estimate_flops, hfu, mfu, plan, predict, translate
 from flopcalc.base.spelling import KEYWORDS, spell_option
 from flopcalc.cli import _group, main
-from flopcalc.setup.fields import COMMANDS, FIELDS, list_fields
+from flopcalc.core.estimate.inputs import Inputs
+from flopcalc.core.model.config import load_config
+from flopcalc.setup.fields import COMMANDS, FIELDS, GROUPS, list_fields
 from flopcalc.setup.setup import from_keywords
 from flopcalc.web.answers import answer
 
@@ -176,6 +178,85 @@ def test_a_launch_file_and_gpus_as_two_launch_files(capsys: Capture, tmp_path: P
     assert plain["mfu"]["value"] == mfu(single, 2, device="h200").value  # each GPU does as one alone
 
 
+# One job as each framework writes it, and how it says that two GPUs share a sample.
+JOB = {"seq": "1k", "batch": "4", "grad_accum": "2", "recompute": "full", "compute": "bf16", "gpus": "8"}
+JOBS = {
+    "axolotl": (
+        "base_model: gpt2\nsequence_len: 1024\nmicro_batch_size: 4\ngradient_accumulation_steps: 2\n"
+        "gradient_checkpointing: true\nbf16: true\n",
+        "tensor_parallel_size: 2\n",
+    ),
+    "LLaMA-Factory": (
+        "model_name_or_path: gpt2\nfinetuning_type: full\ncutoff_len: 1024\nper_device_train_batch_size: 4\n"
+        "gradient_accumulation_steps: 2\nuse_reentrant_gc: false\nbf16: true\n",
+        "tensor_model_parallel_size: 2\n",
+    ),
+    "TRL": (
+        "model_name_or_path: gpt2\nmax_length: 1024\nper_device_train_batch_size: 4\n"
+        "gradient_accumulation_steps: 2\ngradient_checkpointing: true\nbf16: true\n",
+        "",
+    ),
+}
+ACCELERATE = "compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmixed_precision: bf16\n"
+SHARED = "parallelism_config: {parallelism_config_tp_size: 2}\n"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("framework", JOBS)
+def test_a_job_through_a_launch_file_as_through_options(
+    capsys: Capture, tmp_path: Path, framework: str, tp: int
+) -> None:
+    """Its FLOPs, MFU and HFU: with --gpus, with an accelerate file, from options, in Python and on the page."""
+    text, sharing = JOBS[framework]
+    own = tmp_path / "job.yaml"
+    own.write_text(text + sharing * (tp > 1), encoding="utf-8")
+    accelerate = tmp_path / "accelerate.yaml"
+    accelerate.write_text(ACCELERATE + SHARED * (tp > 1 and not sharing), encoding="utf-8")
+    layout = {"tp": str(tp)} if tp > 1 else {}
+    given = {"gpus": "8", **({} if sharing else layout)}
+    sequences = {name: value for name, value in JOB.items() if name != "grad_accum"} | {"global_batch": str(64 // tp)}
+    doors = [
+        ["gpt2", *make_words({**JOB, **layout})],
+        ["gpt2", *make_words({**sequences, **layout})],
+        ["--launch", str(own), *make_words(given)],
+        ["--launch", str(own), "--launch", str(accelerate)],
+        ["--launch", str(own), "--launch", str(accelerate), *make_words({"gpus": "8"})],
+    ]
+    shown = [run_json(capsys, "estimate", *words, *TIMED) for words in doors]
+    for each in shown:
+        assert read(each) == read(shown[0])
+        assert read(each)[1:] == (8, 64 // tp)
+        assert (each["mfu"], each["hfu"]) == (shown[0]["mfu"], shown[0]["hfu"])
+    for keywords in (make_keywords({**JOB, **layout}) | {"model": "gpt2"}, {"launch": own, **given}):
+        found = estimate_flops(**keywords)
+        assert (found.total, found.gpus, found.global_batch) == read(shown[0])
+        for share in (mfu, hfu):
+            assert share(found, 2, device="h200").to_dict() == shown[0][share.__name__]
+    asked = json.dumps({"what": "launch", "name": own.name, "text": own.read_text(encoding="utf-8"), "setup": {}})
+    form = json.loads(answer(asked))["setup"] | given
+    page = json.loads(answer(json.dumps({"what": "flops", "setup": {**form, "device": "h200", "step_time": "2s"}})))
+    assert read(page["estimate"]) == read(shown[0])
+    assert (page["estimate"]["mfu"], page["estimate"]["hfu"]) == (shown[0]["mfu"], shown[0]["hfu"])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_groups_of_a_launch_file_are_predicted_as_gpus(capsys: Capture, tmp_path: Path, tp: int) -> None:
+    """predict knows no groups: it says so, and has as many steps at once as the job."""
+    own, accelerate = tmp_path / "job.yaml", tmp_path / "accelerate.yaml"
+    own.write_text(JOBS["axolotl"][0] + JOBS["axolotl"][1] * (tp > 1), encoding="utf-8")
+    accelerate.write_text(ACCELERATE, encoding="utf-8")
+    groups = run_json(capsys, "predict", "gpt2", *make_words({**JOB, "gpus": str(8 // tp)}), "--device", "h200")
+    for words in (["--gpus", "8"], ["--launch", str(accelerate)]):
+        shown = run_json(capsys, "predict", "--launch", str(own), *words, "--device", "h200")
+        assert (shown["gpus"], shown["global_batch"]) == (8 // tp, 64 // tp)
+        assert shown["tokens_per_s"] == groups["tokens_per_s"]
+        assert any("predict runs the whole model on each GPU" in note for note in shown["notes"]) == (tp > 1)
+    if tp > 1:
+        for command, more in (("predict", []), ("plan", ["--tokens", "1B"]), ("estimate", [])):
+            told = fail(capsys, command, "--launch", str(own), "--gpus", "7", "--device", "h200", *more)
+            assert told == "7 GPUs are no multiple of tp · pp · cp = 2"
+
+
 def test_given_gpus_win_over_a_launch_file(capsys: Capture, tmp_path: Path) -> None:
     files, _ = write_launch(tmp_path, {"batch": "4", "gpus": "8"})
     words = [word for file in files for word in ("--launch", file)]
@@ -300,6 +381,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batch": {"input_ids": [[1]]}, "seq_len": 3}, "batch already says sizes, lengths and images: leave seq_len out"),
     ({"sampling_steps": 4, "phase": "train"}, "sampling_steps belongs to phase sample, not train"),
     ({"recompute": "none", "gradient_checkpointing": True}, 'gradient_checkpointing is recompute="full": give one'),
+    ({"compute": "fp8", "dtype": "bf16"}, "dtype is the same as compute: give one of them"),
     ({"recipe": {"freeze": "x"}, "freeze": "y"}, "freeze is given twice, by itself and in the recipe"),
     ({"sequ": 5}, "sequ is no keyword of estimate. Did you mean seq_len"),
 ]
@@ -310,6 +392,68 @@ def test_wrong_values(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(FlopcalcError) as raised:
         from_keywords("estimate", "gpt2", keywords)
     assert words in str(raised.value)
+
+
+WAN, PROMPT = "wan2.1-1.3b", {"sampling_steps": 2}
+PICTURES = {**load_config("sd-1.5").config, "_class_name": "StableDiffusionImg2ImgPipeline"}
+KONTEXT = {**load_config("flux.1-dev").config, "_class_name": "FluxKontextPipeline"}
+# Field of a call: a model that can use it, its value as a text, and what else the call needs.
+CALLS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "batch": ("gpt2", "2", {"seq_len": 64}),
+    "seq": ("gpt2", "1k", {}),
+    "text": ("qwen2-vl-2b", "64", {"images": "640x480"}),
+    "lengths": ("gpt2", "512,1k", {}),
+    "decoder_seq": ("t5-v1.1-xl", "8", {"seq_len": 16}),
+    "image": ("qwen2-vl-2b", ["640x480"], {"text": 64}),
+    "image_grid": ("qwen2-vl-2b", "1,36,52", {"text": 64}),
+    "video": ("qwen2-vl-2b", "640x480x8", {"text": 64}),
+    "video_grid": ("qwen2-vl-2b", ["2,36,52"], {"text": 64}),
+    "audio": ("whisper-large-v3", "2s", {"decoder_seq_len": 8}),
+    "clips": ("whisper-large-v3", [3000], {"decoder_seq_len": 8}),
+    "max_pixels": ("qwen2-vl-2b", "1M", {"text": 64, "images": "4096x3072"}),
+    "phase": ("gpt2", "forward", {"seq_len": 64}),
+    "context": ("llama-3.2-1b", "1k", {"phase": "decode"}),
+    "logits": ("gpt2", "5", {"seq_len": 64, "phase": "forward"}),
+    "sampling_steps": (WAN, "3", {}),
+    "guidance": (WAN, "off", PROMPT),
+    "parts": (WAN, "denoiser", PROMPT),
+    "strength": (PICTURES, "0.5", {"sampling_steps": 4}),
+    "images_per_prompt": (WAN, "2", PROMPT),
+    "references": (KONTEXT, "2", PROMPT),
+}
+
+
+def test_every_size_has_a_call() -> None:
+    assert set(CALLS) == set(Inputs.__annotations__) - {"of_batch"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bound_calls_take_each_spelling(name: str) -> None:
+    """The keyword and the option's name, in a call of a bound model as in estimate_flops."""
+    model, value, rest = CALLS[name]
+    total = estimate_flops(model, **{KEYWORDS.get(name, name): value}, **rest).total
+    bound = flopcalc.bind(model)
+    for spelled in (name, KEYWORDS.get(name, name)):
+        assert estimate_flops(model, **{spelled: value}, **rest).total == total
+        assert bound(**{spelled: value}, **rest).total == total
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"gpus": 8},
+            "a bound model takes no gpus. A call says the sizes of one micro-batch; bind() takes what trains",
+        ),
+        ({"videoz": 8}, "a bound model takes no videoz. Did you mean videos"),
+        ({"seq": 4, "seq_len": 4}, "seq_len is given twice: give it once"),
+        ({"batch": 4, "batch_size": 3}, "batch already says sizes, lengths and images: give it alone"),
+    ],
+)
+def test_what_a_bound_call_refuses(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlopcalcError) as raised:
+        flopcalc.bind("gpt2")(**given)
+    assert str(raised.value).startswith(words)
 
 
 def test_units_in_python() -> None:
@@ -410,9 +554,15 @@ def test_no_gpu_for_auto(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> No
     ]
     shown = run_json(capsys, "estimate", "gpt2", "--seq", "64", "--device", "auto")
     assert shown["notes"] == ["no GPU found on this machine: name one with --device, or give --peak"]
-    for function in (flopcalc.bind, predict):
+    needed: dict[Any, dict[str, Any]] = {
+        flopcalc.bind: {},
+        predict: {"seq_len": 64},
+        plan: {"tokens": "1B", "gpus": 8},
+        flopcalc.serving: {"input_len": 64, "output_len": 8},
+    }
+    for function, sizes in needed.items():
         with pytest.raises(FlopcalcError, match='device="auto": this machine shows no GPU'):
-            function("gpt2", device="auto", **({} if function is flopcalc.bind else {"seq_len": 64}))
+            function("gpt2", device="auto", **sizes)
 
 
 def test_a_short_name_is_explained_once(capsys: Capture) -> None:
@@ -421,6 +571,37 @@ def test_a_short_name_is_explained_once(capsys: Capture) -> None:
         "h100 taken as h100-sxm; h100-pcie and h100-nvl differ"
     ]
     assert sum("above 1" in note for note in shown["notes"]) == 2
+    served = flopcalc.serving("gpt2", device="h100", input_len=64, output_len=8)
+    assert [note for note in served.notes if "taken as" in note] == [
+        "h100 taken as h100-sxm; h100-pcie and h100-nvl differ"
+    ]
+
+
+def test_the_least_time_is_told_by_each_door(capsys: Capture) -> None:
+    """What the peak allows, where no time is given; a sum of steps does not keep it."""
+    step = estimate_flops("gpt2", seq_len=1024, device="h200", gpus=2)
+    least = "at the bf16 peak of 2 × NVIDIA H200 (989.4 TFLOP/s each) this takes at least 0.83 ms; "
+    assert f"{least}mfu(estimate, step_time_s) gives the MFU" in step.notes
+    shown = run_json(capsys, "estimate", "gpt2", "--seq", "1024", "--device", "h200", "--gpus", "2")
+    assert f"{least}--step-time gives the MFU" in shown["notes"]
+    assert any(least in note for note in step.notes)
+    assert not any(least in note for each in (step + step, 3 * step) for note in each.notes)
+    assert len((step + step).notes) == len(set((step + step).notes))
+
+
+def test_even_routing_says_nothing_of_a_dense_model(capsys: Capture) -> None:
+    """The default is accepted by every command that takes the field; another routing needs experts."""
+    for model, more in (("gpt2", ("--seq", "64")), ("sd3-medium", ())):
+        plain = run_json(capsys, "estimate", model, *more)
+        assert run_json(capsys, "estimate", model, *more, "--routing", "even") == plain
+        assert " experts" in fail(capsys, "estimate", model, *more, "--routing", "spread:0.2")
+    job = {"device": "h200", "seq_len": 64}
+    run = {**job, "gpus": 8, "tokens": "1B", "tp": 1, "pp": 1}
+    quoted = {**job, "mfu": "40%", "from_": "6nd"}
+    for function, fields in ((predict, job), (plan, run), (translate, quoted)):
+        assert function("gpt2", **fields, routing="even").to_dict() == function("gpt2", **fields).to_dict()
+        with pytest.raises(FlopcalcError, match="gpt2 has no experts that a router chooses: leave routing out"):
+            function("gpt2", **fields, routing="spread:0.2")
 
 
 def test_steps_of_other_groups_are_not_added() -> None:
@@ -433,6 +614,22 @@ def test_steps_of_other_groups_are_not_added() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_help_ends_in_one_stop(name: str) -> None:
     assert re.search(r"\w[)']?\.$", FIELDS[name].help)
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "bind"])
+def test_help_fits_the_command(capsys: Capture, command: Any) -> None:
+    """Sections in the table's order, every option in its own, and no word of what other commands do."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    _, *parts = re.split(r"^([A-Z][a-zA-Z ]+):\n", capsys.readouterr().out.partition("\n\n")[2], flags=re.MULTILINE)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(sections) == [title for title in GROUPS.values() if title in sections]
+    for name, field in list_fields(command).items():
+        own = re.search(rf"^  {spell_option(name, '')}\b", sections.get(GROUPS[field.group], ""), re.MULTILINE)
+        assert own is not None or not field.in_doors
+    body = "\n".join(sections.values())
+    assert re.search(r"^  \W?MODEL", body, re.MULTILINE) is None
+    assert not set(re.findall(r"\w+|[{}]", body)) & ({"plan", "predict", "translate", "estimate", "{", "}"} - {command})
 
 
 # --- messages below the command line ----------------------------------------------------------------------------------

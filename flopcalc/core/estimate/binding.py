@@ -20,7 +20,7 @@ from flopcalc.core.model.live import strip
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.spec import Spec, read_spec
 from flopcalc.hardware.devices import find_device, parse_dtype
-from flopcalc.hardware.routing import Routing
+from flopcalc.hardware.routing import EVEN, Routing
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.pipeline import PipelineEstimator
@@ -41,7 +41,7 @@ def bind_config(
     model_type: str | None = None,
     head: str | None = None,
     mtp: int | bool | None = None,
-    routing: Routing | None = None,
+    routing: Routing = EVEN,
 ) -> CountedEstimator | PipelineEstimator:
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
     compute = dtype if formats.compute is None else formats.compute
@@ -82,7 +82,7 @@ def bind_config(
 
         if spec is not None:
             raise SpecError(f"a diffusion pipeline takes no {spell('spec')}: give its denoiser's config with one")
-        if routing is not None:
+        if routing != EVEN:
             raise WorkloadError(f"a diffusion pipeline has no experts: leave {spell('routing')} out")
 
         def make(model: BoundModel, is_part: bool) -> CountedEstimator:

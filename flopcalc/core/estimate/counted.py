@@ -48,7 +48,7 @@ from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload, check_load
 from flopcalc.hardware.devices import Device, find_sdpa
-from flopcalc.hardware.routing import Routing
+from flopcalc.hardware.routing import EVEN, Routing
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.former import Rules
@@ -85,7 +85,7 @@ class CountedEstimator(Estimator):
         clipping: Clipping | None = None,
         formats: Formats | None = None,
         asked: FormatOptions = FormatOptions(),  # noqa: B008
-        routing: Routing | None = None,
+        routing: Routing = EVEN,
     ) -> None:
         check_word(convention, CONVENTIONS, "convention")
         check_word(attention_kernel, KERNELS, "attention kernel")
@@ -100,7 +100,7 @@ class CountedEstimator(Estimator):
         self.convention = convention
         self.device = device  # what was measured on it tells what kernels and products execute
         self.asked_routing = routing
-        if routing is not None:
+        if routing != EVEN:
             check_routing(model, routing)
         if self.is_diffusion and self.recipe.recompute == "full-reentrant":
             raise RecipeError(f"diffusers' gradient checkpointing is not reentrant: {spell('recompute', 'full')}")
@@ -287,7 +287,7 @@ class CountedEstimator(Estimator):
             model = bind_model(source, self.model.extra)
             whole = CountedEstimator(
                 model, self.recipe, self.convention, self.attention_kernel, self.device, formats=self.formats,
-                routing=None if self.asked_routing is None or self.asked_routing.rows else self.asked_routing,
+                routing=EVEN if self.asked_routing.rows else self.asked_routing,
             )  # fmt: skip
         except FlopcalcError as error:
             return [f"{layers} left out, as HF's model has it, and not described: {error}"]

@@ -58,18 +58,20 @@ class Estimator(ModelCounts, Protocol):
         `image_grid_thw` the same in patches; `audio` is in seconds, `clips` the same in frames of the model's feature
         extractor. `text` is the length without their tokens, instead of `seq_len`.
         """
-        if batch is not None:
+        if isinstance(batch, (int, str)) and batch_size == 1:  # an option's own name is taken too
+            batch_size = cast("int", batch)
+        elif batch is not None:
             others = (seq_len, lengths, context, decoder_seq_len, *media.values())
             if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
                 raise WorkloadError("batch already says sizes, lengths and images: give it alone")
             check_no_sampling(self.source.name, phase)
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
         if not PLAIN.issuperset(media):
-            asked = read_call(
-                batch_size, seq_len, lengths=lengths, decoder_seq_len=decoder_seq_len, phase=phase, context=context,
-                logits=logits, **media,
-            )  # fmt: skip
-            estimate, notes = self.estimate_inputs(asked)
+            sizes = {
+                "batch_size": batch_size, "seq_len": seq_len, "lengths": lengths, "decoder_seq_len": decoder_seq_len,
+                "phase": phase, "context": context, "logits": logits,
+            }  # fmt: skip
+            estimate, notes = self.estimate_inputs(read_call({**sizes, **media}))
             return estimate.add_notes(notes) if notes else estimate
         # A training loop calls this at every step: grids and clips are taken as they are.
         check_no_sampling(self.source.name, phase)
@@ -157,6 +159,7 @@ class Estimate(Value):
     gpus: int = 1  # that share the step
     replicas: int = 1  # micro-batches that run at once, on a GPU or a group of GPUs each
     passes: Mapping[str, Estimate] = {}  # of a step that has others than its own: see objective.py; never changed
+    _own_notes: tuple[str, ...] = ()  # true of this step alone, not of a sum or a multiple
 
     @property
     def trained(self) -> Estimate:
@@ -211,7 +214,7 @@ class Estimate(Value):
         if (other.gpus, other.replicas) != (self.gpus, self.replicas):
             steps = [f"{each.gpus} GPUs in {each.replicas} groups" for each in (other, self)]
             raise FlopcalcError(f"cannot add a step of {steps[0]} to one of {steps[1]}")
-        terms, notes = _merge_terms(self.terms + other.terms), self._notes + other._notes
+        terms, notes = _merge_terms(self.terms + other.terms), tuple(dict.fromkeys(self._notes + other._notes))
         return Estimate(terms, self.flops + other.flops, notes, None, self.gpus, self.replicas)
 
     def __radd__(self, other: object) -> Estimate:
@@ -235,9 +238,9 @@ class Estimate(Value):
     def __hash__(self) -> int:
         return hash((self.forward, self.backward, self.recompute, self.clipping, self.convention))
 
-    def add_notes(self, notes: Iterable[str]) -> Estimate:
-        """The same estimate with more notes."""
-        return self.replace(_notes=(*self._notes, *notes))
+    def add_notes(self, notes: Iterable[str], own: Iterable[str] = ()) -> Estimate:
+        """The same estimate with more notes, and `own` ones that a sum or a multiple of it leaves out."""
+        return self.replace(_notes=(*self._notes, *notes), _own_notes=(*self._own_notes, *own))
 
     def spread(self, gpus: int, replicas: int) -> Estimate:
         """The step of a whole job: `replicas` such steps at once, on all its GPUs."""
@@ -380,7 +383,7 @@ class Estimate(Value):
 
     @property
     def notes(self) -> list[str]:
-        notes = list(self._notes)
+        notes = [*self._notes, *self._own_notes]
         trained = {estimator.identity: load.phase for estimator, load, _ in self.trained.terms}
         for estimator, load, _ in self.terms:
             if self.passes and load.phase != trained.get(estimator.identity, load.phase):

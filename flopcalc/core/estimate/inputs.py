@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.errors import WorkloadError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.spelling import spell
+from flopcalc.base.spelling import find_field, spell
 from flopcalc.base.units import check_items, parse_sizes, read_number, read_size, read_sizes
 from flopcalc.base.vocabulary import Phase, PipelinePhase
 from flopcalc.core.estimate.checks import ask_for_images
@@ -69,60 +69,23 @@ class Inputs(Value):
     of_batch: bool = False  # images, videos and audio are those of the whole batch, not of each sample
 
 
-def read_call(
-    batch_size: int = 1,
-    seq_len: int | None = None,
-    *,
-    lengths: Iterable[int] | None = None,
-    decoder_seq_len: int | None = None,
-    phase: PipelinePhase = "train",
-    context: int | None = None,
-    logits: int | str | None = None,
-    **media: Any,
-) -> Inputs:
-    """The arguments of a bound model's call; its images, videos and audio are those of the whole batch."""
-    for name in media:
-        if name not in CallMedia.__annotations__:
+def read_call(given: Mapping[str, Any]) -> Inputs:
+    """The arguments of a bound model's call, by keyword or option; images, videos and audio are of the whole batch."""
+    found: dict[str, Any] = {}
+    for keyword, value in given.items():
+        field = find_field(keyword, value)
+        if field not in SIZES:
+            near = format_nearest(spell(field), [spell(each) for each in SIZES], 0.7)
             raise WorkloadError(
-                f"a bound model takes no {name}.{format_nearest(name, CallMedia.__annotations__)} Sizes are given in "
-                "the call; what trains, formats and the device are given to bind()"
+                f"a bound model takes no {spell(field)}.{near} A call says the sizes of one micro-batch; bind() takes "
+                "what trains, formats and the device; estimate_flops() takes everything"
             )
-
-    def read_optional(field: str, value: object) -> int | None:
-        return None if value is None else read_size(value, field)
-
-    def read_items(name: str) -> tuple[Any, ...]:
-        value = media.get(name)
-        return () if value is None else tuple(check_items(value, name))
-
-    def read_rows(name: str) -> tuple[Grid, ...]:
-        value = media.get(name)
-        return () if value is None else read_grids(value, name)
-
-    return Inputs(
-        batch=read_size(batch_size, "batch"),
-        seq=read_optional("seq", seq_len),
-        text=read_optional("text", media.get("text")),
-        lengths=None if lengths is None else read_sizes(lengths, "lengths"),
-        decoder_seq=read_optional("decoder_seq", decoder_seq_len),
-        image=read_images(media.get("images"), "image"),
-        image_grid=read_rows("image_grid_thw"),
-        video=read_videos(media.get("videos"), "video"),
-        video_grid=read_rows("video_grid_thw"),
-        max_pixels=read_optional("max_pixels", media.get("max_pixels")),
-        audio=tuple(read_number(each, "audio") for each in read_items("audio")),
-        clips=read_items("clips"),
-        phase=phase,
-        context=context,
-        logits=logits,
-        sampling_steps=media.get("sampling_steps"),
-        guidance=media.get("guidance"),
-        parts=media.get("parts"),
-        strength=media.get("strength"),
-        images_per_prompt=media.get("images_per_prompt"),
-        references=media.get("references"),
-        of_batch=True,
-    )
+        if value is None:
+            continue
+        if field in found:
+            raise WorkloadError(f"{spell(field)} is given twice: give it once")
+        found[field] = _READERS[field](value, field) if field in _READERS else value
+    return Inputs(**found, of_batch=True)
 
 
 def read_images(value: Any, field: str) -> tuple[Any, ...]:
@@ -145,6 +108,28 @@ def read_videos(value: Any, field: str) -> tuple[str, ...]:
     return tuple(
         each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(field)))) for each in items
     )
+
+
+def read_seconds(value: Any, field: str) -> tuple[float, ...]:
+    """One time, or several, as numbers or texts such as 500ms."""
+    items = (value,) if isinstance(value, (str, int, float)) else check_items(value, spell(field))
+    return tuple(read_number(each, field) for each in items)
+
+
+SIZES = tuple(name for name in Inputs.__annotations__ if name != "of_batch")  # fields of a setup
+# How those of a bound model's call are read that the workload does not read itself.
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    **dict.fromkeys(
+        ("batch", "seq", "text", "decoder_seq", "max_pixels", "sampling_steps", "images_per_prompt"), read_size
+    ),
+    **dict.fromkeys(("image_grid", "video_grid"), lambda value, field: read_grids(value, spell(field))),
+    "lengths": read_sizes,
+    "image": read_images,
+    "video": read_videos,
+    "audio": read_seconds,
+    "strength": read_number,
+    "references": lambda value, field: read_size(value, field, 0),
+}
 
 
 def check_no_sampling(name: str, phase: PipelinePhase, **asked: object) -> Phase:

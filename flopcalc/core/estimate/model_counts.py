@@ -37,7 +37,7 @@ class Identity(NamedTuple):
     formats: Formats
     device: str | None = None
     stages: tuple[Stage, ...] = ()
-    routing: Routing | None = None
+    routing: Routing = EVEN
 
     def __hash__(self) -> int:
         return hash(self[:-2])  # to hash every op of the stages costs more than to count them
@@ -63,7 +63,7 @@ class ModelCounts(Protocol):
     attention_kernel: PickedKernel
     formats: Formats
     identity: Identity
-    asked_routing: Routing | None = None
+    asked_routing: Routing = EVEN
 
     def count(self, load: Workload, convention: Convention) -> Flops: ...
 
@@ -91,7 +91,7 @@ class ModelCounts(Protocol):
     @property
     def routing(self) -> Routing | None:
         """How its routers deal rows out to experts; None for a model without experts."""
-        return (self.asked_routing or EVEN) if list_routed(self.stages) else None
+        return self.asked_routing if list_routed(self.stages) else None
 
     @property
     def routing_name(self) -> str | None:
@@ -100,7 +100,7 @@ class ModelCounts(Protocol):
 
     def find_routing(self, block: Block) -> Routing:
         """The routing of a block's layers."""
-        routing = self.asked_routing or EVEN
+        routing = self.asked_routing
         if len(routing.rows) < 2 or block.layers is None:
             return routing
         places = enumerate(list_routed(self.stages))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import ConfigError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_items, check_positive, check_size
+from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import PIPELINE_PHASES, Convention, Kernel, Phase, PipelinePhase, Recompute, check_word
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
@@ -261,12 +262,12 @@ class PipelineEstimator(Estimator):
             chosen |= words[word]
         return chosen
 
-    def __call__(self, batch_size: int = 1, seq_len: int | None = None, **sizes: Any) -> Estimate:
+    def __call__(self, batch_size: int | None = None, seq_len: int | None = None, **sizes: Any) -> Estimate:
         """FLOPs of a step or of sampling; sizes as estimate_flops takes them."""
-        batch = sizes.pop("batch", None)
-        if batch is not None:
+        batch = sizes.get("batch")
+        if not isinstance(batch, (int, str, NoneType)):
             return self.estimate_batch(batch, phase=sizes.get("phase", "train"))
-        return self.estimate_inputs(read_call(batch_size, seq_len, **sizes))[0]
+        return self.estimate_inputs(read_call({"batch_size": batch_size, "seq_len": seq_len, **sizes}))[0]
 
     def estimate_inputs(self, inputs: Inputs) -> tuple[Estimate, list[str]]:
         return self.ask(read_inputs(self, inputs)), []
@@ -356,13 +357,12 @@ def read_inputs(estimator: PipelineEstimator, inputs: Inputs) -> SampleRequest:
                 f"{flag}: {estimator.source.name} is a diffusion model; give {spell('image')} or "
                 f"{spell('video')}, {spell('text')}"
             )
-    batch = check_size(1 if inputs.batch is None else inputs.batch, "batch")
+    batch, steps = inputs.batch or 1, inputs.sampling_steps
     if inputs.image and inputs.video:
         raise WorkloadError("images and videos are both given: a diffusion model makes one of them")
     if inputs.video and not estimator.latents.takes_videos:
         raise WorkloadError(f"{spell('video')}: {estimator.source.name} takes no videos")
     size = _read_sizes(inputs.image, batch, 2, "images") or _read_sizes(inputs.video, batch, 3, "videos")
-    steps = None if inputs.sampling_steps is None else check_size(inputs.sampling_steps, "sampling_steps")
     return SampleRequest(
         batch,
         None if size is None else (size[0], size[1]),
@@ -372,9 +372,9 @@ def read_inputs(estimator: PipelineEstimator, inputs: Inputs) -> SampleRequest:
         read_guidance(inputs.guidance),
         read_parts(inputs.parts),
         "sample" if steps is not None and inputs.phase == "train" else inputs.phase,
-        None if inputs.strength is None else check_positive(inputs.strength, spell("strength")),
-        check_size(1 if inputs.images_per_prompt is None else inputs.images_per_prompt, "images_per_prompt"),
-        None if inputs.references is None else check_size(inputs.references, "references", 0),
+        inputs.strength,
+        inputs.images_per_prompt or 1,
+        inputs.references,
     )
 
 

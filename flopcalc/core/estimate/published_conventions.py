@@ -343,7 +343,7 @@ def _double_pairs(length: int, pairs: Pairs, how: str) -> int:
 def _count_last(rows: Sum, load: Workload, length: int) -> int:
     """Pairs of the last query of a sequence."""
     whole, before = (
-        rows.count(load.replace(rows=1, seq=size, documents=None, layout="unpadded"), "model") if size else 0
+        rows.count(load.replace(rows=1, seq=size, documents=None, layout="unpadded"), "model") if size > 0 else 0
         for size in (length, length - 1)
     )
     return whole - before

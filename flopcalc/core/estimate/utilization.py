@@ -171,7 +171,7 @@ def find_ideal_time(
         given = {} if peak is None else dict.fromkeys(flops, read_number(peak, "peak"))
     if known is None and not given:
         if device == "auto":
-            return Ideal(None, (), name, "+".join(flops), note=describe_auto(name))
+            return Ideal(None, (), name, "+".join(flops), note=_describe_auto(name))
         raise DeviceError(f"MFU needs a peak: name a {spell('device')}, or give {spell('peak', 'FLOPS_PER_S')}")
     peaks, notes = [], [known.note] if known is not None and known.note else []
     for kind, total in flops.items():
@@ -218,7 +218,7 @@ def _find_device(device: str | None, peak: Peak | None) -> tuple[str | None, Dev
     return (found, None) if known is None else (known.name, known)
 
 
-def describe_auto(name: str | None) -> str:
+def _describe_auto(name: str | None) -> str:
     """Why device auto gives no peak on this machine."""
     if name is None:
         return f"no GPU found on this machine: name one with {spell('device')}, or give {spell('peak')}"
@@ -273,7 +273,9 @@ def _count_devices(estimate: Estimate, num_devices: int | None, gpus: int | None
     return given
 
 
-def describe_least_time(estimate: Estimate, *, device: str | None, dtype: str | None, peak: Peak | None) -> list[str]:
+def describe_least_time(
+    estimate: Estimate, way: str = "", *, device: str | None, dtype: str | None, peak: Peak | None
+) -> list[str]:
     """Without a measured time: the least that the peak allows, and what measured steps reached on the device."""
     try:
         ideal = find_ideal_time(
@@ -295,7 +297,7 @@ def describe_least_time(estimate: Estimate, *, device: str | None, dtype: str | 
     reads, room = _describe_weights(estimate, known, least) if known is not None else ("", [])
     bound += reads
     measured = describe_measured_mfu(name, estimate) if name is not None and ideal.dtype == "bf16" else None
-    notes = [f"{bound}; {spell('step_time')} gives the MFU", *([measured] if measured else [])]
+    notes = [f"{bound}; {way or spell('step_time')} gives the MFU", *([measured] if measured else [])]
     return [*notes, *room, *([ideal.note] if ideal.note else [])]
 
 

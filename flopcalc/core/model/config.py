@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from flopcalc.base.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
@@ -213,7 +214,7 @@ def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = F
     if os.path.isfile(path):
         return _load_file(path, download, is_base)
     if text.count("/") == 1 and not text.startswith((".", "/")):
-        return _load_hub(text, download)
+        return _load_hub(text, download, is_base)
     if is_name:
         source = _load_by_name(text)
         if source is not None:
@@ -369,16 +370,20 @@ def _load_json(path: str) -> dict[str, Any]:
     return data
 
 
-def _load_hub(hub_id: str, download: bool) -> Source:
+def _load_hub(hub_id: str, download: bool, is_base: bool) -> Source:
     """A hub id's config: from the local cache, downloaded if asked for, else of the preset that it names."""
-    config = _find_cached(hub_id, "config.json")
-    if config is not None:
-        return _load_with_processors(hub_id, config)
-    index = _find_cached(hub_id, PIPELINE_FILE)
-    if index is not None:
-        return _load_pipeline(hub_id, index)
+    read_adapter = partial(_load_adapter, download=download, is_base=is_base)
+    readers: dict[str, Callable[[str, str], Source]] = {
+        "config.json": _load_with_processors,
+        PIPELINE_FILE: _load_pipeline,
+        ADAPTER: read_adapter,
+    }
+    for file, read in readers.items():
+        cached = _find_cached(hub_id, file)
+        if cached is not None:
+            return read(hub_id, cached)
     if download:
-        return _download(hub_id)
+        return _download(hub_id, read_adapter)
     source = _load_by_name(hub_id)
     if source is None:
         raise ConfigError(
@@ -416,7 +421,7 @@ def _find_cached(hub_id: str, filename: str) -> str | None:
     return None
 
 
-def _download(hub_id: str) -> Source:
+def _download(hub_id: str, read_adapter: Callable[[str, str], Source]) -> Source:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
@@ -434,6 +439,11 @@ def _download(hub_id: str) -> Source:
     except Exception as error:  # the hub client raises many kinds; all mean that there is no config to read
         with suppress(Exception):
             return _download_pipeline(hub_id, hf_hub_download)
+        adapter = None
+        with suppress(Exception):  # its repository has no config.json
+            adapter = hf_hub_download(hub_id, ADAPTER)
+        if adapter is not None:
+            return read_adapter(hub_id, adapter)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{hub_id}: download failed: {reason[:200]}") from None
     for file in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypedDict, Unpack
 from flopcalc.base.errors import WorkloadError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import check_items, check_size, read_size, read_sizes
+from flopcalc.base.units import check_items, check_size, parse_size, parse_sizes, read_size, read_sizes
 from flopcalc.base.vocabulary import BATCH_LAYOUTS, PHASES, BatchLayout, Phase, check_word
 
 Grid: TypeAlias = tuple[int, int, int]
@@ -217,6 +217,8 @@ def check_logits(value: int | str | None) -> int | str | None:
     """'all', 'last', a number of positions, or None for what the phase needs."""
     if value is None or (isinstance(value, str) and value in ("all", "last")):
         return value
+    if isinstance(value, str):
+        return parse_size(value, f"{spell('logits')} (all, last or a number)")
     return read_size(value, "logits")
 
 
@@ -228,21 +230,23 @@ def check_load(value: object) -> Workload:
 
 
 def read_grids(value: object, what: str, minimum: int = 1) -> tuple[Grid, ...]:
-    """Rows of (t, h, w) from a tensor, an array or nested sequences."""
+    """Rows of (t, h, w) from a tensor, an array, nested sequences, or texts such as '1,36,52'."""
     if type(value) is tuple and set(map(type, value)) == {tuple} and set(map(len, value)) == {3}:
         sizes = list(chain.from_iterable(value))  # the usual case, in a training loop with many images
         if set(map(type, sizes)) == {int} and min(sizes) >= minimum and max(sizes) < 10**9:
             return value
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, Sequence):
         raise WorkloadError(f"{what} must be rows of (t, h, w), not {type(value).__name__}")
     if value and not isinstance(value[0], (Sequence, Mapping)) and not hasattr(value[0], "tolist"):
         value = [value]
     grids = []
     for row in value:
-        row = row.tolist() if hasattr(row, "tolist") else row
-        if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
+        row = row.tolist() if hasattr(row, "tolist") else parse_sizes(row, what, 3) if isinstance(row, str) else row
+        if not isinstance(row, Sequence) or len(row) != 3:
             raise WorkloadError(f"{what}: {format_value(row)} is not (t, h, w)")
         t, h, w = (_check_quickly(entry, what, minimum) for entry in row)
         grids.append((t, h, w))

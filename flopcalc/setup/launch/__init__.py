@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from flopcalc.base.data import load_toml, read_table
 from flopcalc.base.errors import ConfigError, format_value
 from flopcalc.base.files import read_path
-from flopcalc.base.units import check_items, parse_size
+from flopcalc.base.units import check_items, read_size
 from flopcalc.core.estimate.binding import bind_config
-from flopcalc.setup.fields import list_fields
+from flopcalc.setup.fields import Command, list_fields
 from flopcalc.setup.launch.script import read_script
 from flopcalc.setup.launch.settings import LaunchSettings, Taken
 
@@ -95,7 +95,7 @@ class LaunchOptions(NamedTuple):
             for path, name in zip(self.report["files"], self.report["frameworks"], strict=True)
         )
         taken = "; ".join(
-            f"{each['option']} {_shorten(each['value'])} from {each['key']}" for each in self.report["taken"]
+            f"{each['option']} {write_value(each['value'])} from {each['key']}" for each in self.report["taken"]
         )
         notes = [f"taken from {files}: {taken or 'nothing'}"]
         if self.report["overridden"]:
@@ -105,26 +105,22 @@ class LaunchOptions(NamedTuple):
         return notes
 
 
-def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: object = None) -> LaunchOptions:
+def apply_launch(launch: object, command: Command, given: Mapping[str, Any], model: object = None) -> LaunchOptions:
     """What launch files say for a command; `given` are the fields that the user gave, which win."""
     found = read_launch(launch)
     taken, unknown = dict(found.taken), list(found.not_understood)
     spread = math.prod(taken[word].value for word in ("tp", "cp", "pp") if word in taken)
-    if command == "plan":
-        gpus = given.get("gpus", taken["gpus"].value if "gpus" in taken else spread)
-        gpus = parse_size(gpus, "gpus") if isinstance(gpus, str) else gpus
-        if "batch" in taken and "global_batch" not in taken:
-            ranks = gpus // spread
-            many = taken["batch"].value * ranks * (taken["grad_accum"].value if "grad_accum" in taken else 1)
-            keys = [taken[word].key for word in ("batch", "grad_accum") if word in taken]
-            taken["global_batch"] = Taken(many, " × ".join([*keys, f"{ranks} data-parallel ranks"]))
-    elif "recompute" in taken and taken["recompute"].value == "selective":
+    gpus = read_size(given.get("gpus", taken["gpus"].value if "gpus" in taken else spread), "gpus")
+    if command == "plan" and "batch" in taken and "global_batch" not in taken:
+        ranks = _count_groups(gpus, spread)
+        many = taken["batch"].value * ranks * (taken["grad_accum"].value if "grad_accum" in taken else 1)
+        keys = [taken[word].key for word in ("batch", "grad_accum") if word in taken]
+        taken["global_batch"] = Taken(many, " × ".join([*keys, f"{ranks} data-parallel ranks"]))
+    if command != "plan" and "recompute" in taken and taken["recompute"].value == "selective":
         unknown.append(f"{taken.pop('recompute').key}: selective, counted as none")
-    if command == "predict" and "gpus" in taken and spread > 1:
-        taken["gpus"] = Taken(taken["gpus"].value // spread, f"{taken['gpus'].key}, in groups of {spread}")
     if "max_pixels" in taken and not {"image", "video"} & set(given):
         unknown.append(f"{taken.pop('max_pixels').key}: no image or video was given")
-    fields = list_fields(command)  # type: ignore[arg-type]  # a command's name
+    fields = list_fields(command)
     for word in [word for word in taken if word != "model" and word not in fields]:
         dropped = taken.pop(word)
         if word == "objective":
@@ -137,6 +133,10 @@ def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: 
     said = set(given) | ({"model"} if model is not None else set())
     overridden = [word for word in taken if word in said or any(word in group and said & group for group in _TOGETHER)]
     kept = {word: each for word, each in taken.items() if word not in overridden}
+    if command == "predict" and spread > 1:
+        kept["gpus"] = Taken(_count_groups(gpus, spread), f"{gpus} GPUs in groups of {spread}")
+        degrees = ", ".join(found.taken[word].key for word in ("tp", "cp", "pp") if word in found.taken)
+        unknown.append(f"{degrees}: predict runs the whole model on each GPU, plan divides it")
     report = {
         "files": list(found.files),
         "frameworks": list(found.frameworks),
@@ -147,9 +147,16 @@ def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: 
     return LaunchOptions({word: each.value for word, each in kept.items()}, report)
 
 
-def _shorten(value: object) -> str:
+def _count_groups(gpus: int, spread: int) -> int:
+    if gpus % spread:
+        raise ConfigError(f"{gpus} GPUs are no multiple of tp · pp · cp = {spread}")
+    return gpus // spread
+
+
+def write_value(value: object) -> str:
+    """A value as its option takes it."""
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={_shorten(each)}" for key, each in value.items())
+        return ",".join(f"{key}={write_value(each)}" for key, each in value.items())
     return "+".join(value) if isinstance(value, tuple) else str(value)
 
 

@@ -82,10 +82,10 @@ class LaunchSettings:
             found.pop("grad_accum", None)  # which it decides
         found |= self._make_batch() | self._make_recompute() | self._make_lora() | self._make_formats()
         found |= self._make_objective(found)
-        frozen = [said[word] for word in said if word.startswith("freeze.") and said[word].value]
-        names = [word.removeprefix("freeze.") for word in said if word.startswith("freeze.") and said[word].value]
+        frozen = {word: each.key for word, each in said.items() if word.startswith("freeze.") and each.value}
         if frozen and "lora" not in found:  # LoRA freezes everything else anyway
-            found["freeze"] = Taken(tuple(names), ", ".join(dict.fromkeys(each.key for each in frozen)))
+            names = tuple(word.removeprefix("freeze.") for word in frozen)
+            found["freeze"] = Taken(names, ", ".join(dict.fromkeys(frozen.values())))
         return found
 
     def _make_batch(self) -> dict[str, Taken]:
@@ -102,8 +102,6 @@ class LaunchSettings:
             gpus = math.prod([spread, *(each.value for each in dp)])
             keys = [said[word].key for word in ("dp", "dp_shard", "tp", "cp", "pp") if word in said]
             found["gpus"] = Taken(gpus, " × ".join(keys))
-        if "gpus" in found and "batch" in said and found["gpus"].value % spread:
-            raise ConfigError(f"{found['gpus'].value} GPUs are no multiple of tp · cp · pp = {spread}")
         return found
 
     def _make_recompute(self) -> dict[str, Taken]:

@@ -108,6 +108,12 @@ def test_windows() -> None:
     assert terms == {"palm": 49, "megatron": 18, "megatron-full": 49, "torchtitan": 21, "maxtext": 16, "verl": 24}
 
 
+def test_an_encoder_of_audio_has_no_pairs_of_windows() -> None:
+    """torchtitan's formula: its windows are the decoder's, and the encoder has no length in tokens."""
+    decoded = estimate_flops("whisper-large-v3", decoder_seq_len=8, audio=[2])
+    assert decoded.under("torchtitan") == 43544494080
+
+
 def test_experts() -> None:
     moe = estimate_flops("qwen3-30b-a3b", seq_len=128)
     parameters = moe.parameters

@@ -107,7 +107,7 @@ def test_other_conventions_need_the_same_whatever_the_routing() -> None:
 @pytest.mark.parametrize(
     ("model", "given", "said"),
     [
-        ("llama-3.2-1b", "even", "llama-3.2-1b has no experts that a router chooses: leave routing out"),
+        ("llama-3.2-1b", "spread:0.4", "llama-3.2-1b has no experts that a router chooses: leave routing out"),
         (CONFIG, [1] * 7, "routing has rows for 7 experts; model.layers.1 has 8"),
         (CONFIG, [[1] * 8] * 4, "routing has rows for 4 layers; config has 3 with experts"),
     ],

@@ -187,6 +187,16 @@ def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"download failed: org/name config\.json: no such repository"):
         load_config("org/name", download=True)
 
+    def have_adapter(hub_id: str, name: str) -> str:
+        if name != "adapter_config.json":
+            raise OSError(f"{hub_id} {name}: no such file")
+        write(tmp_path / name, {"base_model_name_or_path": "gpt2", "r": 4, "target_modules": ["c_attn"]})
+        return str(tmp_path / name)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=have_adapter))
+    adapter = load_config("org/name", download=True)
+    assert (adapter.name, adapter.config, (adapter.lora or {})["r"]) == ("org/name", load_config("gpt2").config, 4)
+
 
 # --- objects ----------------------------------------------------------------------------------------------------------
 class FakeConfig:

@@ -12,6 +12,7 @@ from flopcalc.base.data import find_data_dir, get_stem, list_data_files, load_to
 from flopcalc.cli import main
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.names import find_preset, load_launch_ids
+from flopcalc.web.answers import answer
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +107,42 @@ def test_the_note_is_in_the_estimate() -> None:
     assert estimate.notes[0] == "Qwen/Qwen2.5-0.5B-Instruct is counted as preset qwen2.5-0.5b (same layer sizes)"
 
 
-def test_the_base_of_an_adapter_is_found_by_its_name(tmp_path: Path) -> None:
+ADAPTED = "unsloth/Llama-3.2-1B-Instruct is counted as preset llama-3.2-1b (same layer sizes)"
+
+
+@pytest.mark.parametrize(
+    "model", ["folder", "folder/adapter_config.json", "me/adapter"], ids=["folder", "file", "hub cache"]
+)
+def test_the_base_of_an_adapter_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    """In every door: the base counts as its preset, and the adapter's LoRA trains."""
     settings = {
         "peft_type": "LORA",
         "base_model_name_or_path": "unsloth/Llama-3.2-1B-Instruct",
         "r": 8,
         "target_modules": ["q_proj"],
     }
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    found = bind(tmp_path)
-    assert found.parameters()["total"] > bind("llama-3.2-1b").parameters()["total"]
-    assert "unsloth/Llama-3.2-1B-Instruct is counted as preset llama-3.2-1b (same layer sizes)" in found.source.note
+    for place in ("folder", "models--me--adapter/snapshots/a"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    job = {"base_model": model, "micro_batch_size": 1, "sequence_len": 64}
+    (tmp_path / "launch.json").write_text(json.dumps(job), encoding="utf-8")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    same = estimate_flops("llama-3.2-1b", seq_len=64, lora="r=8,targets=q_proj")
+    assert ADAPTED in bind(model).source.note
+    for found in (estimate_flops(model, seq_len=64), estimate_flops(launch="launch.json"), bind(model)(1, 64)):
+        assert (found.total, found.parameters) == (same.total, same.parameters)
+        assert any(ADAPTED in note for note in found.notes)
+    for words in (("estimate", model), ("predict", model, "--device", "h200")):
+        with pytest.raises(SystemExit):
+            main([*words, "--seq", "64", "--json"])
+        shown = json.loads(capsys.readouterr().out)
+        assert any(ADAPTED in note for note in shown["notes"])
+    given = {"model": model} if model == "me/adapter" else {"files": {"adapter_config.json": json.dumps(settings)}}
+    page = json.loads(answer(json.dumps({"what": "flops", "setup": {**given, "seq": "64"}})))["estimate"]
+    assert page["flops"]["total"] == same.total
 
 
 def test_own_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
