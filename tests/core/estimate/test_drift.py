@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiers import LIGHT_TYPES, mark_heavy, thin
+from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import FlopcalcError, bind
 from flopcalc.base.data import list_data_files, load_toml
