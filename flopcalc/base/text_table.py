@@ -29,13 +29,6 @@ def find_width() -> int | None:
     return max(columns, _NARROWEST) if columns else None
 
 
-def show_progress(text: str) -> None:
-    """One line on stderr in place of the one before; an empty one takes it away. Nothing where no terminal shows it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text[: _USUAL - 1]}")
-        sys.stderr.flush()
-
-
 class _Column(NamedTuple):
     header: str
     cells: tuple[str, ...]

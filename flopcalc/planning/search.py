@@ -10,7 +10,7 @@ from flopcalc.base.errors import DeviceError, WorkloadError
 from flopcalc.base.rows import FrozenRows
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, format_seconds
-from flopcalc.base.vocabulary import CAST_FORMATS, Execution, Kernel, LayoutRecompute, Optimizer
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution, Kernel, LayoutRecompute, Optimizer, name_part
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
@@ -311,7 +311,7 @@ def _explain(
             before = format_seconds(old) if old else "none"
             text = f"{slower:.1%} slower" if slower >= 0.0005 else "as fast"
             if new > old:
-                text += f": {most.replace('_', ' ')} {format_seconds(new)} of a step against {before}"
+                text += f": {name_part(most)} {format_seconds(new)} of a step against {before}"
         losers.append(Loser(reason, counts[reason], nearest, text))
     return sorted(losers, key=lambda loser: -loser.layouts)
 
