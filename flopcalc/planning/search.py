@@ -329,7 +329,7 @@ def _find_help(best: PlannedLayout, losers: Sequence[Loser]) -> str:
     }
     for loser in losers:
         if loser.reason == "memory":
-            name = f"{format_bytes(loser.nearest.memory.peak - best.memory.peak)} more memory a device"
+            name = f"{format_bytes(loser.nearest.memory.peak - best.memory.peak)} more memory per GPU"
             gains[name] = 1 - loser.nearest.step.seconds / whole
     most = max(gains, key=lambda name: gains[name])
     return f"{most}: a step up to {gains[most]:.0%} shorter" if gains[most] >= _LEAST_HELP else ""
