@@ -1,6 +1,6 @@
 """Fit the weights of `flopcalc serving` on published rows, and show how far it lies off on rows that no fit has seen.
 
-    python benchmarks/serving_fit.py FOLDER            # prints the tables of docs/serving.md
+    python benchmarks/serving_fit.py FOLDER            # prints the tables of docs/serving-accuracy.md
     python benchmarks/serving_fit.py FOLDER --write    # and writes model_specs/serving.json
 
 FOLDER holds serving-latency.csv.gz and serving-energy.csv.gz. In a closed loop the order of a scheduler's steps does

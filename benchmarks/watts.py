@@ -3,7 +3,7 @@
     python benchmarks/watts.py points FOLDER              # published rows -> benchmarks/results/watts_published.json
     python benchmarks/watts.py keep JOURNAL               # a calibration's joules -> results/power_calibration.json
     python benchmarks/watts.py keep JOURNAL --later       # the same of a later run, to test with -> power_later.json
-    python benchmarks/watts.py report [--page FILE]       # prints the tables of docs/energy.md, or puts them there
+    python benchmarks/watts.py report [--page FILE]       # the tables of docs/energy-accuracy.md; puts them there
     python benchmarks/watts.py report --write             # and writes model_specs/watts.json
 
 FOLDER holds serving-energy.csv.gz: ML.ENERGY's runs of vLLM at a steady batch on H100 and B200. Of these, text tasks

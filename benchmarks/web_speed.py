@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    import playwright.sync_api  # noqa: F401 - before the site is built, which takes half a minute
+
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
         build_site(str(site), options.pyodide)

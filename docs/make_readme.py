@@ -55,7 +55,7 @@ WORDS: dict[str, dict[str, str]] = {
         "memory": "模型的 config",
         "memory counts": "权重和 Adam 的字节数，不算 FLOPs",
         "fails": "报错",
-        "published": "| 发布者 | 行数 | 0.5 % 以内可解释 | 差异中位数 |",
+        "published": "| 发布者 | 行数 | 0.5 % 以内对上 | 差异中位数 |",
         "all": "合计",
     },
 }

@@ -5,18 +5,19 @@ All of them take the same keywords, `SetupKeywords` in flopcalc/setup/fields.py;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import FlopcalcError, WorkloadError
-from flopcalc.base.spelling import spell
+from flopcalc.base.spelling import KEYWORDS, spell
 from flopcalc.base.units import check_items
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.setup.counting import SetupEstimate, bind_setup, count_setup, find_shares, require_device
-from flopcalc.setup.fields import SetupKeywords
+from flopcalc.setup.fields import GROUPS, Command, SetupKeywords, list_fields
 from flopcalc.setup.setup import BESIDE, Setup, from_keywords
 
 if TYPE_CHECKING:
@@ -27,7 +28,26 @@ if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction
     from flopcalc.server.serve import ServingAnswer
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+def _lists_keywords(command: Command) -> Callable[[_Function], _Function]:
+    """Add the keywords of a command, by group, to a docstring: the table of fields knows them."""
+    groups: dict[str, list[str]] = {}
+    for name, field in list_fields(command).items():
+        if name not in BESIDE or command != "estimate":
+            groups.setdefault(GROUPS[field.group], []).append(KEYWORDS.get(name, name))
+    lines = [f"- {group}: {', '.join(names)}" for group, names in groups.items()]
+
+    def add(function: _Function) -> _Function:
+        listed = "\n".join(fill(line, 116, initial_indent="    ", subsequent_indent="      ") for line in lines)
+        function.__doc__ = f"{function.__doc__}\n    Keywords (`flopcalc schema` describes each):\n\n{listed}\n    "
+        return function
+
+    return add
+
+
+@_lists_keywords("bind")
 def bind(
     model: Any,
     example_batch: Mapping[str, Any] | None = None,
@@ -68,6 +88,7 @@ def bind(
     return trace_module(model, example_batch, phases=asked, dims=dims, compute=compute, max_length=max_length)
 
 
+@_lists_keywords("estimate")
 def estimate_flops(model: Any = None, workload: Workload | None = None, **setup: Unpack[SetupKeywords]) -> Estimate:
     """Exact FLOPs of one step. `model` is a preset's name, a path, a mapping, an HF config or an HF model.
 
@@ -76,8 +97,7 @@ def estimate_flops(model: Any = None, workload: Workload | None = None, **setup:
     `workload` is one micro-batch, as a Workload, or `batch` a real one; else keywords say its sizes. `batch_size` is
     that of one GPU; with `gpus`, FLOPs are those of all GPUs. `images`, `videos` and `audio` are those of the whole
     batch. A step has `grad_accum` micro-batches, or as many as `global_batch` needs. `launch` is a launch file of a
-    training framework, or a list of them; your own keywords win over it. Groups of keywords: the model, the work,
-    images and sound, what trains, number formats, hardware.
+    training framework, or a list of them; your own keywords win over it.
     """
     chosen = from_keywords("estimate", model, setup, workload)
     for name in BESIDE:
@@ -104,6 +124,7 @@ def _trace(*arguments: Any) -> Any:
     return trace_config(*arguments)
 
 
+@_lists_keywords("translate")
 def translate(model: Any, **setup: Unpack[SetupKeywords]) -> Translation:
     """Convert a quoted performance into every convention. `model` is an Estimate, or what makes one.
 
@@ -144,6 +165,7 @@ def translate_counted(counted: SetupEstimate, setup: Setup) -> Translation:
     return found._replace(notes=(*found.notes, *counted.notes))
 
 
+@_lists_keywords("predict")
 def predict(model: Any = None, workload: Workload | None = None, **setup: Unpack[SetupKeywords]) -> Prediction:
     """Time, utilization and memory of one step of a model on a device.
 
@@ -201,6 +223,7 @@ def list_step_options(setup: Setup) -> dict[str, Any]:
     }
 
 
+@_lists_keywords("plan")
 def plan(model: Any = None, workload: Workload | None = None, **setup: Unpack[SetupKeywords]) -> Plan:
     """The best layouts of a training run on many devices: what fits, its time and cost, and why others lose.
 
@@ -216,6 +239,7 @@ def plan(model: Any = None, workload: Workload | None = None, **setup: Unpack[Se
     return plan_setup(from_keywords("plan", model, setup, workload))
 
 
+@_lists_keywords("serving")
 def serving(model: Any = None, **setup: Unpack[SetupKeywords]) -> ServingAnswer:
     """A model behind a serving engine under a load: what fits, time to first token, tokens per second, cost.
 

@@ -157,6 +157,29 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, f"{page.name} links to {target}"
 
 
+# What a page says of its evidence, and the rows of the page of evidence that it repeats.
+SUMMARIES = [
+    ("serving", "6.8 % for the time per output token, 22.4 % for the time to first token and 7.0 % end to end",
+     "serving-accuracy", ["| **median of all rows** | 1174 | **6.8 %** | **22.4 %** | **7.0 %** |"]),
+    ("serving", "For a GPU that the fit has not seen they are 9.2, 25.4 and 9.2 %",
+     "serving-accuracy", ["| **median of all rows** | 1174 | **9.2 %** | **25.4 %** | **9.2 %** |"]),
+    ("energy", "4.7 % for watts on an H200 with predicted times, 4.4 % for joules of a step, 6.9 % on published",
+     "energy-accuracy", ["| **all** | 840 | 4.7 %", "| joules of a step | 819 | 4.4 %", "| **all** | 204 | 6.9 %"]),
+    ("monitor", "takes 117 to 146 µs of host time a step",
+     "monitor-cost", ["host time of a step, plain loop | 146 us |", "host time of a step, Trainer | 117 us |"]),
+    ("diffusion", "on an H200. All lie inside their interval; in an earlier run one step did not",
+     "diffusion-accuracy", ["sd3-medium: one sample, forward    36 ms; predicted  40 ms (19 to 62), inside"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "text", "evidence", "rows"), SUMMARIES, ids=[text[:30] for _, text, *_ in SUMMARIES])
+def test_summaries_repeat_the_evidence(page: str, text: str, evidence: str, rows: list[str]) -> None:
+    said, shown = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in (page, evidence))
+    assert text in " ".join(said.split())
+    assert [row for row in rows if row not in shown] == []
+    assert ", outside" not in shown
+
+
 def _words(page: str) -> set[str]:
     """Everything that a page sets as code."""
     return set(re.findall(r"`([^`\n]+)`", _FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import FlopcalcError, format_value
@@ -39,15 +39,29 @@ def check_ending(path: str) -> None:
         raise FlopcalcError(f"plot {format_value(path)}: give a file name that ends in .png, .svg or .pdf")
 
 
-def draw_curves(path: str, lines: Mapping[str, Sequence[tuple[int | str, float]]], x_label: str, y_label: str) -> None:
+class CurvePoint(NamedTuple):
+    """A point of a curve; one that does not fit in memory is drawn hollow."""
+
+    x: int | str
+    y: float
+    fits: bool = True
+
+
+def draw_curves(path: str, lines: Mapping[str, Sequence[CurvePoint]], x_label: str, y_label: str, title: str) -> None:
     """One line per name, over its points; a line without a name gets no legend."""
     check_ending(path)
     with open_figure(path) as figure:
         axes = figure.subplots()
         for name, points in lines.items():
-            axes.plot([x for x, _ in points], [y for _, y in points], "o-", ms=4, label=name or None)
+            (line,) = axes.plot([point.x for point in points], [point.y for point in points], "o-", ms=4)
+            line.set_label(name or "_")
+            hollow = [point for point in points if not point.fits]
+            axes.plot([p.x for p in hollow], [p.y for p in hollow], "o", ms=4, mfc="white", color=line.get_color())
+        if any(not point.fits for points in lines.values() for point in points):
+            axes.plot([], [], "o", ms=4, mfc="white", color="grey", label="does not fit in memory")
+        axes.set_title(title)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.set_ylim(bottom=0)
-        if any(lines):
+        if axes.get_legend_handles_labels()[0]:
             axes.legend()

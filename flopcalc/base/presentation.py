@@ -1,7 +1,8 @@
-"""How results show themselves: the rooms that compute ask here; `report`, which is above them, answers."""
+"""How results show themselves: rooms that compute ask here; `report`, which is above them, answers. And progress."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
         def show_plan(self, plan: Any) -> str: ...
 
+        def show_translation(self, translation: Any) -> str: ...
+
+        def show_answer(self, found: Any) -> str: ...
+
 
 _load: Callable[[], Presenter]
 
@@ -36,3 +41,10 @@ def set_presenter(load: Callable[[], Presenter]) -> None:
 
 def find_presenter() -> Presenter:
     return _load()
+
+
+def show_progress(text: str) -> None:
+    """One line on stderr in place of the one before; an empty one takes it away. Nothing where no terminal shows it."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text[:79]}")
+        sys.stderr.flush()

@@ -24,13 +24,18 @@ def make_frame(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
     return pandas.DataFrame({name: [row[at] for row in cells] for at, name in enumerate(columns)})
 
 
-def show_rows(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> str:
-    """The first rows as an HTML table; how many follow is said below it."""
-    from flopcalc.base.text_table import format_html  # only notebooks need it
+def show_rows(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "", notes: Sequence[str] = ()
+) -> str:
+    """The first rows as an HTML table; how many follow is said below it, then the notes."""
+    from html import escape
+
+    from flopcalc.base.text_table import format_html  # only notebooks need both
 
     left = len(rows) - MOST_SHOWN
     more = f"<p>… and {left:,} more rows: to_pandas() has all</p>" if left > 0 else ""
-    return format_html(columns, [[_format(cell) for cell in row] for row in rows[:MOST_SHOWN]], caption) + more
+    told = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>" if notes else ""
+    return format_html(columns, [[_format(cell) for cell in row] for row in rows[:MOST_SHOWN]], caption) + more + told
 
 
 def _format(cell: object) -> str:

@@ -85,6 +85,18 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CAST_BYTES: dict[str, float] = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
 CAST_FORMATS: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4", "mxfp4")
 
+# What a reader calls parts of a step's time; JSON has the shorter names.
+_TIME_PARTS = {
+    "products": "matrix products", "memory": "memory-bound", "memory_bound": "memory-bound",
+    "launches": "gaps and lower clock", "host": "waiting for the host",
+}  # fmt: skip
+
+
+def name_part(name: str) -> str:
+    """The words for a part of a step's time."""
+    return _TIME_PARTS.get(name, name.replace("_", " "))
+
+
 _Word = TypeVar("_Word", bound=str)
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     "--coverage",
     is_flag=True,
     help="Every model type in transformers and public registries: its spec, or why there is none. Then the model ids "
-    "in published launch files, and those without a preset. With NAME diffusers: its classes and pipelines.",
+    "in published launch files and of the hub's tasks, with the preset of each. With NAME diffusers: its classes and "
+    "pipelines.",
 )
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def models(name: str | None, coverage: bool, as_json: bool) -> None:

@@ -137,16 +137,16 @@ def _show_list(
     if "step_time" in given and varied & {"batch", "seq"}:
         raise WorkloadError("one --step-time cannot hold for several sizes: give --tokens-per-second, or single values")
     results = [_count(model, row.options) for row in rows]
+    first = results[0].estimate
+    estimator, load, _ = first.terms[0]
+    title = f"{estimator.source.name}: FLOPs of one {load.phase} step, convention {first.convention}"
     if plot_file is not None:
-        lists.draw(plot_file, rows, [each.estimate.total / 1e12 for each in results], "TFLOPs per step")
+        lists.draw(plot_file, rows, [(each.estimate.total / 1e12, True) for each in results], "TFLOPs per step", title)
     if style == "json":
         lists.show_rows(rows, [each.to_dict(by, depth) for each in results])
     elif style == "csv":
         lists.show_csv(rows, EXACT, results)
     else:
-        first = results[0].estimate
-        estimator, load, _ = first.terms[0]
-        title = f"{estimator.source.name}: FLOPs of one {load.phase} step, convention {first.convention}"
         notes = [[*each.estimate.notes, *each.notes] for each in results]
         from flopcalc.report.estimate import make_cells
 

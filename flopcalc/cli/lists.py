@@ -106,16 +106,16 @@ def show_csv(
     click.echo(format_lines([*rows[0].varied, *columns], lines))
 
 
-def draw(path: str, rows: Sequence[ListedRow], values: Sequence[float], label: str) -> None:
-    """A curve over the list that changes fastest, one line per combination of the others."""
-    from flopcalc.base.figures import draw_curves
+def draw(path: str, rows: Sequence[ListedRow], points: Sequence[tuple[float, bool]], label: str, title: str) -> None:
+    """A curve over the list that changes fastest, one line per combination of the others; points say if they fit."""
+    from flopcalc.base.figures import CurvePoint, draw_curves
 
     *others, axis = rows[0].varied
-    lines: dict[str, list[tuple[int | str, float]]] = {}
-    for row, value in zip(rows, values, strict=True):
+    lines: dict[str, list[CurvePoint]] = {}
+    for row, point in zip(rows, points, strict=True):
         name = ", ".join(f"{other} {row.varied[other]}" for other in others)
-        lines.setdefault(name, []).append((row.varied[axis], value))
-    draw_curves(path, lines, axis, label)
+        lines.setdefault(name, []).append(CurvePoint(row.varied[axis], *point))
+    draw_curves(path, lines, axis, label, title)
 
 
 def _name_rows(rows: Sequence[ListedRow], chosen: Sequence[bool]) -> str:

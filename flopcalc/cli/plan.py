@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc.base.errors import WorkloadError
+from flopcalc.base.presentation import show_progress
 from flopcalc.base.units import format_duration, format_tokens
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
@@ -65,8 +66,14 @@ def plan(
 def _plan(model: str, given: dict[str, Any]) -> tuple[Plan, dict[str, Any] | None]:
     from flopcalc.planning.plan import plan_setup  # only where used: estimate starts without it
 
-    setup = make_setup("plan", model, given)
-    return plan_setup(setup), setup.launch
+    def tell(done: int, whole: int) -> None:
+        show_progress(f"searching layouts: {done:,} of {whole:,}")
+
+    setup = make_setup("plan", model, {**given, "progress": tell})
+    try:
+        return plan_setup(setup), setup.launch
+    finally:
+        show_progress("")
 
 
 def _show_list(model: str, given: dict[str, Any], style: str, output: str | None) -> None:

@@ -121,13 +121,14 @@ def _show_list(
     rows = lists.expand(given)
     results = [_predict(model, row.options, memory) for row in rows]
     unit = results[0].found.rate[1]
+    load = results[0].counted.estimate.terms[0].load
+    title = f"{results[0].counted.estimate.terms[0].estimator.source.name}: one {load.phase} step"
     if plot_file is not None:
-        lists.draw(plot_file, rows, [each.found.rate[0] for each in results], f"{unit}/s")
+        points = [(each.found.rate[0], each.found.fits is not False) for each in results]
+        lists.draw(plot_file, rows, points, f"{unit}/s", title)
     if style == "json":
         lists.show_rows(rows, [each.to_dict() for each in results])
         return
-    load = results[0].counted.estimate.terms[0].load
-    title = f"{results[0].counted.estimate.terms[0].estimator.source.name}: one {load.phase} step"
     notes = [list(each.found.notes) for each in results]
     cells = [make_cells(each.found, each.largest) for each in results]
     if style == "html":

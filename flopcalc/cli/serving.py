@@ -85,12 +85,13 @@ def serving(model: str, style: str, output: str | None, plot_file: str | None, g
         raise WorkloadError(f"--concurrency: {len(loads):,} loads, more than the {_MOST_POINTS} of one curve")
     questions = [{**given, "concurrency": load} if load else given for load in loads]
     answers = [serve_setup(make_setup("serving", model, question)) for question in questions]
+    title = f"{answers[0].model}, {answers[0].engine.name}, {answers[0].gpus} × {answers[0].device.name}"
     if plot_file is not None:
-        from flopcalc.base.figures import draw_curves
+        from flopcalc.base.figures import CurvePoint, draw_curves
 
-        points = [(int(answer.traffic.concurrency or 0), answer.times["tokens_per_s"].mid) for answer in answers
-                  if answer.times]  # fmt: skip
-        draw_curves(plot_file, {"": points}, "concurrency", "tokens/s")
+        points = [CurvePoint(int(answer.traffic.concurrency or 0), answer.times["tokens_per_s"].mid)
+                  for answer in answers if answer.times]  # fmt: skip
+        draw_curves(plot_file, {"": points}, "concurrency", "tokens/s", title)
     if style == "json":
         shown = [answer.to_dict() for answer in answers]
         show_json(shown[0] if len(shown) == 1 else {"schema": 1, "rows": shown})
@@ -101,7 +102,6 @@ def serving(model: str, style: str, output: str | None, plot_file: str | None, g
         bars = [(answer.times["tokens_per_s"].mid, f"{answer.times['tokens_per_s'].mid:,.0f}") if answer.times
                 else (0.0, "-") for answer in answers]  # fmt: skip
         cells = [make_cells(answer) for answer in answers]
-        title = f"{answers[0].model}, {answers[0].engine.name}, {answers[0].gpus} × {answers[0].device.name}"
         page = make_page(
             rows, cells, [answer.notes for answer in answers], title=title, label="Tokens per second", bars=bars
         )

@@ -7,8 +7,9 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flopcalc.base.data import find_data_dir, find_user_dir, list_data_files, load_toml
+from flopcalc.base.data import find_data_dir, find_user_dir, get_stem, list_data_files, load_toml
 from flopcalc.base.errors import ConfigError, format_nearest, format_value
+from flopcalc.core.model.names import find_preset
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.estimate import Estimator
@@ -27,6 +28,8 @@ class Catalogue(NamedTuple):
     def find(self, text: str) -> Catalogue:
         """The preset of exactly this name, alias or hub id and its model type; else all that have it in their names."""
         wanted = _plain(text)
+        if "/" in text and (named := find_preset(text)) is not None:
+            wanted = _plain(get_stem(named.path))
         for preset in self.presets:
             if wanted in [_plain(name) for name in (preset["name"], preset["hub_id"], *preset["aliases"]) if name]:
                 return self._take_one(preset)

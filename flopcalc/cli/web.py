@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc.base.presentation import show_progress
 from flopcalc.base.text_table import format_text
 from flopcalc.base.units import parse_size
 from flopcalc.cli.command import Command
@@ -51,7 +52,11 @@ def _serve(pyodide: str | None, port: int | None, *, opens: bool) -> None:
         raise FlopcalcError(f"--port: {port} is no port: 1 to 65535")
     with tempfile.TemporaryDirectory() as folder:
         site = os.path.join(folder, "site")
-        notes = build_site(site, pyodide)
+        show_progress("preparing the page: the first start takes half a minute")
+        try:
+            notes = build_site(site, pyodide)
+        finally:
+            show_progress("")
         with make_server(site, port) as server:
             address = f"http://{HOST}:{server.server_address[1]}/"
             click.echo(f"serving at {address} (Ctrl+C ends it)")

@@ -195,7 +195,7 @@ def parse_dtype(dtype: object) -> Dtype:
 
 
 def peak_flops_per_s(device: str, dtype: object = "bf16") -> float:
-    """The dense peak of a device for a dtype, in FLOP/s; where it has none, an error."""
+    """The dense peak of a device for a dtype, in FLOP/s: `peak_flops_per_s("h100", "fp8")`. Without one, an error."""
     found, kind = find_device(device), parse_dtype(dtype)
     if kind not in found.peak_tflops:
         raise _describe_missing(found, kind)

@@ -48,6 +48,9 @@ _made: weakref.WeakSet[TrainingMonitor] = weakref.WeakSet()
 class TrainingMonitor(PassCalls):
     """Logs MFU, HFU and other metrics of a training loop. It cannot raise, wait for the device, or change a result.
 
+        monitor = TrainingMonitor("out", model=model)
+        monitor.log_step(step, epoch=0, loss=loss, grad_norm=None, learning_rate=1e-3)  # after each optimizer step
+
     `model` is the live model, whose forward passes it then sees. Or it is what `flopcalc.bind` takes or returns; then
     give batches with `step(batch)`. `config` is a mapping or a YAML, TOML or JSON file. Only a bad config raises.
     """

@@ -15,6 +15,8 @@ def local_flops(
 ) -> Fraction:
     """FLOPs per GPU of an estimate of the global batch, exactly: its total ÷ (tp · cp · pp · dp).
 
+        local_flops(estimate, tp=4, pp=2, dp=8, stage=0)
+
     Tensor, context, pipeline and data parallelism divide the work. Expert parallelism moves tokens between the same
     GPUs, so it does not divide. `stage` (0 … pp - 1) gives the mean of the GPUs of one pipeline stage: towers and
     embeddings are in the first stage, the head is in the last, and the language layers are split as evenly as possible.

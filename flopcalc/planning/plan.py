@@ -113,7 +113,7 @@ def plan_setup(setup: Setup) -> Plan:
     def find_best(batch: int, narrowed: Mapping[str, Sequence[int | str]]) -> float | None:
         """Seconds of a step in the fastest layout that fits, with another global batch."""
         try:
-            return search(batch, narrowed, []).best[0].step.seconds
+            return search(batch, narrowed, [], progress if is_searched else None).best[0].step.seconds
         except WorkloadError:  # nothing divides, or nothing fits
             return None
 

@@ -252,14 +252,21 @@ class Plan(NamedTuple):
                 "o-",
                 ms=4,
                 color="C3",
-                label="front",
+                label="fastest for their memory",
             )
-            axes.set_xlabel("memory a device (GiB)")
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+            for at in sorted({0, len(front) // 2, len(front) - 1}):
+                seconds, size, layout = front[at]
+                axes.annotate(
+                    str(layout), (size / gib, seconds * days), (0, 6), textcoords="offset points", fontsize=8, bbox=box,
+                    ha="right" if size / gib > 0.6 * max(sizes) else "left",
+                )  # fmt: skip
+            axes.set_xlabel("memory per GPU (GiB)")
             axes.set_ylabel(f"days for {format_tokens(self.tokens)}")
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
-            axes.set_title(f"{self.model} on {self.gpus} x {self.device.name}")
+            axes.set_title(f"{self.model} on {self.gpus:,} × {self.device.name}")
             if self.price is not None:
                 rate = self.price.usd_per_gpu_hour * self.gpus * 24
                 is_large = rate * days * max(self.points)[0] >= 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,7 +10,7 @@ from flopcalc.base.errors import DeviceError, WorkloadError
 from flopcalc.base.rows import FrozenRows
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, format_seconds
-from flopcalc.base.vocabulary import CAST_FORMATS, Execution, Kernel, LayoutRecompute, Optimizer
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution, Kernel, LayoutRecompute, Optimizer, name_part
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
@@ -124,7 +125,7 @@ def search_layouts(
         raise WorkloadError(_describe_misfit(runner, gpus, searched.misfits, capacity, fixed))
     ranked = sorted(searched.fitting, key=lambda entry: entry[1].seconds)
     best = [finish(*entry) for entry in ranked[:top]]
-    losers = _explain(best[0], ranked, searched.misfits, capacity, finish)
+    losers = _explain(best[0], ranked, searched.misfits, capacity, runner.time, finish)
     steps = [(layout, step.seconds) for layout, step, _ in ranked]
     said = [*notes, *runner.notes, *_list_notes(best[0], runner, rate, steps)]
     said += [found.note] if found.note and found.note not in said else []
@@ -157,11 +158,12 @@ def search_layouts(
 
 
 Entry: TypeAlias = tuple[Layout, LayoutSeconds, int]  # with the peak of its memory, in bytes
+Misfit: TypeAlias = tuple[Layout, int]  # not timed: few of them are asked about
 
 
 class _SearchResult(NamedTuple):
     fitting: list[Entry]
-    misfits: list[Entry]
+    misfits: list[Misfit]
     skipped: dict[str, int]
 
 
@@ -217,7 +219,7 @@ def _search(
     model, fixed = runner.model, {"recompute": runner.list_recompute(), **fixed}
     _check_division(model, gpus, global_batch, fixed)
     fitting: list[Entry] = []
-    misfits: list[Entry] = []
+    misfits: list[Misfit] = []
     skipped: dict[str, int] = {}
     problems: dict[str, str] = {}
     whole = 0
@@ -236,7 +238,10 @@ def _search(
             problems.setdefault(*problem)
             continue
         peak = runner.find_peak(layout)
-        (fitting if peak <= capacity else misfits).append((layout, runner.time(layout), peak))
+        if peak <= capacity:
+            fitting.append((layout, runner.time(layout), peak))
+        else:
+            misfits.append((layout, peak))
     if not fitting and not misfits:
         most = max(skipped, key=lambda rule: skipped[rule]) if skipped else ""
         why = problems[most] if most else f"what is fixed leaves no way to use all {gpus} devices"
@@ -265,27 +270,35 @@ def _check_division(model: Outline, gpus: int, global_batch: int, fixed: Mapping
 def _explain(
     best: PlannedLayout,
     ranked: Sequence[Entry],
-    misfits: Sequence[Entry],
+    misfits: Sequence[Misfit],
     capacity: float,
+    time: Callable[[Layout], LayoutSeconds],
     finish: Callable[[Layout, LayoutSeconds, int], PlannedLayout],
 ) -> list[Loser]:
     """Why the others lose, reason by reason: the part that grew most against the best, or memory."""
-    grouped: dict[str, list[Entry]] = {}
+    nearest_of: dict[str, Entry] = {}
+    counts: Counter[str] = Counter()
     placed = {reason: [PARTS.index(name) for name in names] for reason, names in _REASONS.items()}
     for entry in ranked[1:]:
         grown = {
             reason: sum([entry[1].parts[place] - best.step.parts[place] for place in places])
             for reason, places in placed.items()
         }
-        grouped.setdefault(max(grown, key=lambda reason: grown[reason]), []).append(entry)
-    if misfits:
-        # The nearest is the smallest of those that would be faster, else the fastest.
-        faster = [entry for entry in misfits if entry[1].seconds < best.step.seconds]
-        first = min(faster, key=lambda entry: entry[2]) if faster else min(misfits, key=lambda e: e[1].seconds)
-        grouped["memory"] = [first, *(entry for entry in misfits if entry is not first)]
+        reason = max(grown, key=lambda reason: grown[reason])
+        nearest_of.setdefault(reason, entry)
+        counts[reason] += 1
+    # The nearest of those that do not fit is the smallest that would be faster, else the fastest.
+    timed: list[Entry] = []
+    for layout, peak in sorted(misfits, key=lambda entry: entry[1]):
+        timed.append((layout, time(layout), peak))
+        if timed[-1][1].seconds < best.step.seconds:
+            break
+    if timed:
+        nearest_of["memory"] = min(timed, key=lambda entry: entry[1].seconds)
+        counts["memory"] = len(misfits)
     losers = []
-    for reason, entries in grouped.items():
-        nearest = finish(*entries[0])
+    for reason, entry in nearest_of.items():
+        nearest = finish(*entry)
         slower = nearest.step.seconds / best.step.seconds - 1
         if reason == "memory":
             word = f"{abs(slower):.0%} {'faster' if slower < 0 else 'slower'}" if abs(slower) >= 0.005 else "as fast"
@@ -298,8 +311,8 @@ def _explain(
             before = format_seconds(old) if old else "none"
             text = f"{slower:.1%} slower" if slower >= 0.0005 else "as fast"
             if new > old:
-                text += f": {most.replace('_', ' ')} {format_seconds(new)} of a step against {before}"
-        losers.append(Loser(reason, len(entries), nearest, text))
+                text += f": {name_part(most)} {format_seconds(new)} of a step against {before}"
+        losers.append(Loser(reason, counts[reason], nearest, text))
     return sorted(losers, key=lambda loser: -loser.layouts)
 
 
@@ -316,7 +329,7 @@ def _find_help(best: PlannedLayout, losers: Sequence[Loser]) -> str:
     }
     for loser in losers:
         if loser.reason == "memory":
-            name = f"{format_bytes(loser.nearest.memory.peak - best.memory.peak)} more memory a device"
+            name = f"{format_bytes(loser.nearest.memory.peak - best.memory.peak)} more memory per GPU"
             gains[name] = 1 - loser.nearest.step.seconds / whole
     most = max(gains, key=lambda name: gains[name])
     return f"{most}: a step up to {gains[most]:.0%} shorter" if gains[most] >= _LEAST_HELP else ""
@@ -325,11 +338,11 @@ def _find_help(best: PlannedLayout, losers: Sequence[Loser]) -> str:
 def _describe_misfit(
     runner: LayoutTimer,
     gpus: int,
-    misfits: Sequence[Entry],
+    misfits: Sequence[Misfit],
     capacity: float,
     fixed: Mapping[str, Sequence[int | str]],
 ) -> str:
-    layout = min(misfits, key=lambda entry: entry[2])[0]
+    layout = min(misfits, key=lambda entry: entry[1])[0]
     memory, estimator, device = runner.count_memory(layout), runner.estimator("none"), runner.machine.device
     there = memory.at_peak
     states = there["weights"] + there["gradients"] + there["optimizer"]

@@ -107,6 +107,7 @@ class LayoutTimer:
         self.tensors = cache(self._make_tensors)
         parts = self.tensors(1, "none", 1.0).parts
         self.weights: Mapping[str, PlaceWeights] = sum_weights(parts)
+        self._all_trained = sum(weights.trained.total for weights in self.weights.values())
         self.trained = {kind.number: kind.trained for part in parts for kind in part.kinds}
         kinds = dict(zip(self.model.kinds, _list_named(estimator), strict=True))
         self.named = [kinds[number] for number in range(len(kinds))]  # kind -> path of its layers, names of their ops
@@ -119,6 +120,8 @@ class LayoutTimer:
         self._layers = cache(self._time_layers)
         self._held = lru_cache(maxsize=_ALIKE)(self._cut_tensors)
         self._spread = lru_cache(maxsize=_ALIKE)(self._time_spread)
+        self._parts = lru_cache(maxsize=_ALIKE)(self._list_parts)
+        self._count_trained = cache(self._count_trained_of)
 
     def _settle(self, estimator: Estimator, recompute: Recompute) -> Estimator:
         changed = estimator
@@ -296,7 +299,7 @@ class LayoutTimer:
     def _list_parts(self, cut: Layout, section: Section, batches: int, stepped: float) -> dict[str, float]:
         """Seconds of one device by part, without what is exchanged."""
         shares = self._shares(cut)
-        once = self._batch(cut, section.strip())
+        once = self._batch(cut, section)
         totals = combine(((once, batches), (shares.sums["optimizer", ()], stepped)))
         parts = dict.fromkeys(PARTS, 0.0)
         for name, seconds in zip(_KINDS, totals, strict=False):
@@ -304,7 +307,7 @@ class LayoutTimer:
         device_s = shares.clock.spend(totals, shares.clock.slower(totals))
         parts["launches"] = max(0.0, device_s - totals.seconds)
         if self.execution == "eager":
-            step_s = self._host(cut, section._replace(in_flight=1), batches, stepped)
+            step_s = self._host(cut, section, batches, stepped)
         else:
             step_s = totals.launches * shares.clock.launch_s
         parts["host"] = max(0.0, step_s - device_s)
@@ -340,7 +343,8 @@ class LayoutTimer:
         spent = [seconds + section.layers * every + routing * experts for section, seconds, routing in spread.sections]
         slowest = max(range(len(spent)), key=spent.__getitem__)
         section, _, routing = spread.sections[slowest]
-        parts = self._list_parts(cut, section, batches, self._find_stepped(layout, section))
+        # Without what differs between pipelines that are interleaved in other ways.
+        parts = dict(self._parts(cut, section.strip(), batches, self._find_stepped(layout, section.strip())))
         ends = section.has_first + section.has_last
         parts["tensor_parallel"] = batches * (section.layers * tensor + spread.tensor * ends)
         parts["context_parallel"] = batches * section.layers * ring
@@ -541,22 +545,21 @@ class LayoutTimer:
         size = self.machine.width * rows * self.model.hidden
         return 2 * layout.virtual * time_message(self.net, size, layout.tp * layout.cp * layout.dp, layout.pp)
 
-    def _count_trained(self, layout: Layout, section: Section) -> tuple[float, float]:
+    def _count_trained_of(self, tp: int, ep: int, section: Section) -> tuple[float, float]:
         """Trained parameters of a section, before ZeRO: dense ones and those of experts."""
         ends = [name for name, is_here in (("first", section.has_first), ("last", section.has_last)) if is_here]
         dense, experts = float(sum(self.weights[name].trained.dense for name in ends)), 0.0
         for kind, trained in self.trained.items():
             share = self._count_share((kind,), section)
             dense, experts = dense + share * trained.dense, experts + share * trained.other
-        return dense / layout.tp, experts / layout.ep
+        return dense / tp, experts / ep
 
     def _find_stepped(self, layout: Layout, section: Section) -> float:
         """The share of all trained parameters that the optimizer of one device steps."""
-        dense, experts = self._count_trained(layout, section)
+        dense, experts = self._count_trained(layout.tp, layout.ep, section)
         if layout.zero:
             dense, experts = dense / (layout.dp * layout.cp), experts / layout.expert_dp
-        whole = sum(weights.trained.total for weights in self.weights.values())
-        return (dense + experts) / whole if whole else 0.0
+        return (dense + experts) / self._all_trained if self._all_trained else 0.0
 
     def _time_gradients(self, layout: Layout, section: Section, batches: int, layer: DeviceTime) -> float:
         """Seconds of reducing gradients and gathering weights, those of ZeRO's layers aside, that nothing hides."""
@@ -564,7 +567,7 @@ class LayoutTimer:
         if group == 1 and layout.expert_dp == 1:
             return 0.0
         net, layers = self.net, section.layers
-        dense, experts = self._count_trained(layout, section)
+        dense, experts = self._count_trained(layout.tp, layout.ep, section.strip())
 
         def exchange(kind: str, size: float) -> float:
             return time_collective(net, kind, size * dense, group, layout.tp) + time_collective(

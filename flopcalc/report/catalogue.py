@@ -114,13 +114,15 @@ def format_coverage(coverage: Coverage, registries: Sequence[Registry], launched
     for registry in registries:
         lines += _format_registry(registry)
     if launched:
-        lines += ["", format_text("Model ids in published launch files: those that find a preset, without a download")]
+        title = "Model ids in published launch files and of the hub's tasks: those that find a preset"
+        lines += ["", format_text(f"{title}; {spell('download', True)} reads the config of others")]
         rows = [
             [each.framework, each.date, len(each.presets) - len(each.missing), len(each.presets)] for each in launched
         ]
-        lines.append(format_grid(["framework", "date", "found", "all"], rows))
-        ids = sorted({name for each in launched for name in each.missing}, key=str.lower)
-        lines += [format_text(f"Not found: {', '.join(ids)}", rest="  ")] if ids else []
+        lines.append(format_grid(["in", "date", "found", "all"], rows))
+        found = {name: preset for each in launched for name, preset in each.presets.items()}
+        rows = [[name, found[name] or "-"] for name in sorted(found, key=str.lower)]
+        lines += ["", format_grid(["id", "preset"], rows)]
     return "\n".join(lines)
 
 

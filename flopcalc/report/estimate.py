@@ -20,7 +20,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.core.formats.formats import ASSUMED
-from flopcalc.report.notebook import describe_work, make_table
+from flopcalc.report.breakdown import describe_work, make_table
 
 NOT_COUNTED = (
     "norms, softmax, activations, rotary embeddings, table look-ups, loss and optimizer are not matrix products"

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-# Kinds of work in a prediction's breakdown.
-TIME_KINDS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "memory": "memory-bound",
-    "optimizer": "optimizer",
-    "launches": "gaps, lower clock",
-    "host": "waiting for the host",
-}
 # Metrics in the summary of a monitor's log.
 METRICS = {
     "mfu": "MFU (wall)", "device_mfu": "MFU (device)", "hfu": "HFU", "tflops_per_gpu": "TFLOP/s per GPU",

@@ -13,8 +13,11 @@ from flopcalc.base.units import (
     format_seconds,
     format_tokens,
 )
+from flopcalc.base.vocabulary import name_part
 from flopcalc.planning.results import Plan
 from flopcalc.report.prediction import format_energy_lines
+
+HEADERS = ["layout", "step", "from … to", "MFU", "HFU", "memory", "time", "GPU-h", "energy", "cost"]
 
 
 def format_plan(plan: Plan) -> str:
@@ -30,31 +33,11 @@ def format_plan(plan: Plan) -> str:
         *wrap(f"{format_tokens(plan.tokens)}, {step}, {plan.dtype}, execution {plan.execution}", rest="  "),
         "",
     ]
-    headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "time", "GPU-h", "energy", "cost"]
-    rows = []
-    for entry in plan.best:
-        times = entry.step
-        rows.append(
-            [
-                str(entry.layout),
-                format_seconds(times.seconds),
-                f"{format_seconds(times.low)} … {format_seconds(times.high)}",
-                f"{100 * entry.mfu:.1f} %",
-                f"{100 * entry.hfu:.1f} %",
-                format_bytes(entry.memory.peak),
-                format_duration(entry.days),
-                format_amount(entry.gpu_hours),
-                "-" if entry.kwh is None else format_energy(1000 * entry.kwh),
-                "-" if entry.usd is None else format_money(entry.usd),
-            ]
-        )
-    lines += [format_grid(headers, rows, keys=1), ""]
+    lines += [format_grid(HEADERS, list_cells(plan), keys=1), ""]
     best = plan.best[0]
     parts = sorted(best.to_dict()["breakdown"].items(), key=lambda part: -part[1])
     shares = ", ".join(
-        f"{name.replace('_', ' ')} {part / best.step.seconds:.0%}"
-        for name, part in parts
-        if part > 0.005 * best.step.seconds
+        f"{name_part(name)} {part / best.step.seconds:.0%}" for name, part in parts if part > 0.005 * best.step.seconds
     )
     lines += _wrap("time goes", f"(first layout) {shares}")
     lines += format_energy_lines(best.energy, "for the run", 21)
@@ -66,6 +49,25 @@ def format_plan(plan: Plan) -> str:
     for note in plan.notes:
         lines += _wrap("note", note)
     return "\n".join(lines)
+
+
+def list_cells(plan: Plan) -> list[list[str]]:
+    """A row for each of the best layouts."""
+    return [
+        [
+            str(entry.layout),
+            format_seconds(entry.step.seconds),
+            f"{format_seconds(entry.step.low)} … {format_seconds(entry.step.high)}",
+            f"{100 * entry.mfu:.1f} %",
+            f"{100 * entry.hfu:.1f} %",
+            format_bytes(entry.memory.peak),
+            format_duration(entry.days),
+            format_amount(entry.gpu_hours),
+            "-" if entry.kwh is None else format_energy(1000 * entry.kwh),
+            "-" if entry.usd is None else format_money(entry.usd),
+        ]
+        for entry in plan.best
+    ]
 
 
 def make_cells(plan: Plan) -> dict[str, str | None]:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import format_grid, format_text, wrap
 from flopcalc.base.units import format_bytes, format_energy, format_mass, format_seconds, format_share
+from flopcalc.base.vocabulary import name_part
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.prediction.memory.peak import MOMENTS, Memory, find_capacity
 from flopcalc.prediction.roofline import format_rate
 from flopcalc.prediction.step import Prediction
 from flopcalc.prediction.watts import Energy, Range
-from flopcalc.report.labels import TIME_KINDS
 
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
@@ -35,7 +35,7 @@ def format_prediction(
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     shares = f"{_percent(prediction.mfu)}   HFU {_percent(prediction.hfu)}   {prediction.describe_rate()}"
     times = [
-        [TIME_KINDS[name], format_seconds(value), _percent(value / seconds.mid)]
+        [name_part(name), format_seconds(value), _percent(value / seconds.mid)]
         for name, value in prediction.breakdown.items()
         if value >= _LEAST * seconds.mid
     ]

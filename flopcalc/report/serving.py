@@ -7,34 +7,21 @@ from typing import Any
 
 from flopcalc.base.text_table import format_grid, wrap
 from flopcalc.base.units import format_bytes, format_seconds
+from flopcalc.base.vocabulary import name_part
 from flopcalc.server.serve import Estimated, ServingAnswer
 
 _LATENCIES = {"ttft_s": "time to first token", "tpot_s": "time per output token", "e2e_s": "end to end"}
+HEADERS = ["", "mean", "90 % interval", "p50", "p90", "p95", "p99"]
 _RATES = {"tokens_per_s": "tokens/s", "tokens_per_s_per_gpu": "tokens/s per GPU", "power_w": "watts"}
 
 
 def format_answer(found: ServingAnswer) -> str:
     """One deployment under one load, on one screen."""
-    lines = [*wrap(_describe(found), rest="  "), *_describe_room(found), ""]
+    lines = [*wrap(describe_answer(found), rest="  "), *_describe_room(found), ""]
     if found.times:
-        rows = [_make_row(name, key, found) for key, name in _LATENCIES.items() if key in found.times]
-        gaps = found.percentiles.get("itl_s")
-        if gaps:
-            rows.append(["between tokens", "", "", *(format_seconds(value) for value in gaps.values())])
-        lines += [format_grid(["", "mean", "90 % interval", "p50", "p90", "p95", "p99"], rows, keys=1), ""]
-        for key, name in _RATES.items():
-            if key in found.times:
-                value = found.times[key]
-                lines.append(f"{name}: {value.mid:,.0f} ({value.low:,.0f} … {value.high or 0:,.0f})")
-        if found.wh is not None:
-            lines.append(f"energy: {found.wh['per_million_output_tokens']:,.3g} Wh per million output tokens")
-        if found.usd is not None:
-            lines += wrap(
-                f"cost: ${found.usd['per_million_output_tokens']:,.3g} per million output tokens, "
-                f"${found.usd['per_hour']:,.2f} an hour ({found.price})",
-                rest="  ",
-            )
-        parts = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items() if share >= 0.005)
+        lines += [format_grid(HEADERS, list_cells(found), keys=1), ""]
+        lines += [line for text in list_rates(found) for line in wrap(text, rest="  ")]
+        parts = ", ".join(f"{name_part(name)} {share:.0%}" for name, share in found.shares.items() if share >= 0.005)
         lines += wrap(f"time goes: {parts}", rest="  ")
         lines.append(f"MFU {found.use['mfu']:.1%}, bandwidth {found.use['bandwidth']:.0%}; evidence: {found.evidence}")
         lines += wrap(f"what helps most: {found.advice}", rest="  ")
@@ -45,9 +32,30 @@ def format_answer(found: ServingAnswer) -> str:
     return "\n".join(lines)
 
 
+def list_cells(found: ServingAnswer) -> list[list[str]]:
+    """A row for each latency."""
+    rows = [_make_row(name, key, found) for key, name in _LATENCIES.items() if key in found.times]
+    gaps = found.percentiles.get("itl_s")
+    return [*rows, *([["between tokens", "", "", *map(format_seconds, gaps.values())]] if gaps else [])]
+
+
+def list_rates(found: ServingAnswer) -> list[str]:
+    """Tokens per second, watts, energy and money."""
+    times = {name: found.times[key] for key, name in _RATES.items() if key in found.times}
+    lines = [f"{name}: {at.mid:,.0f} ({at.low:,.0f} … {at.high or 0:,.0f})" for name, at in times.items()]
+    if found.wh is not None:
+        lines.append(f"energy: {found.wh['per_million_output_tokens']:,.3g} Wh per million output tokens")
+    if found.usd is not None:
+        lines.append(
+            f"cost: ${found.usd['per_million_output_tokens']:,.3g} per million output tokens, "
+            f"${found.usd['per_hour']:,.2f} an hour ({found.price})"
+        )
+    return lines
+
+
 def format_curve(answers: Sequence[ServingAnswer]) -> str:
     """A row for each concurrency."""
-    lines = [*wrap(_describe(answers[0], has_load=False), rest="  "), *_describe_room(answers[0]), ""]
+    lines = [*wrap(describe_answer(answers[0], has_load=False), rest="  "), *_describe_room(answers[0]), ""]
     cells = [make_cells(found) for found in answers]
     rows = [[f"{found.traffic.concurrency:,}", *each.values()] for found, each in zip(answers, cells, strict=True)]
     lines += [format_grid(["concurrency", *cells[0]], rows, keys=1), ""]
@@ -90,7 +98,8 @@ def _describe_objectives(found: ServingAnswer) -> list[str]:
     return [line for text in lines for line in wrap(text, rest="  ")]
 
 
-def _describe(found: ServingAnswer, has_load: bool = True) -> str:
+def describe_answer(found: ServingAnswer, has_load: bool = True) -> str:
+    """What is served where, under which load."""
     layout, traffic = found.layout, found.traffic
     degrees = " ".join(f"{name} {degree}" for name, degree in layout._asdict().items() if degree > 1) or "one GPU"
     version = f" {found.engine.version}" if found.engine.version else ""

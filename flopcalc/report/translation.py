@@ -6,7 +6,7 @@ from flopcalc.base.text_table import format_grid, wrap
 from flopcalc.base.units import format_difference, format_rate
 from flopcalc.core.estimate.translation import TranslatedRow, Translation
 
-_HEADERS = ["convention", "GFLOP/token", "TFLOP/s per GPU", "MFU", "difference"]
+HEADERS = ["convention", "GFLOP/token", "TFLOP/s per GPU", "MFU", "difference"]
 
 
 def format_translation(translation: Translation, style: str = "simple") -> str:
@@ -18,11 +18,11 @@ def format_translation(translation: Translation, style: str = "simple") -> str:
         else [*wrap(f"{translation.model}: {translation.work}", "", "  ")]
     )
     lines += (
-        [f"- {text}" for text in _list_facts(translation)]
+        [f"- {text}" for text in list_facts(translation)]
         if is_markdown
-        else [line for text in _list_facts(translation) for line in wrap(text, "", "  ")]
+        else [line for text in list_facts(translation) for line in wrap(text, "", "  ")]
     )
-    lines += ["", format_grid(_HEADERS, [_list_cells(row) for row in translation.rows], style=style), ""]
+    lines += ["", format_grid(HEADERS, [list_cells(row) for row in translation.rows], style=style), ""]
     width = max(len(row.name) for row in translation.rows) + 2
     fitting = [row for row in translation.rows if row.fits] or list(translation.rows[:1])
     for row in fitting if translation.is_fit else translation.rows:
@@ -45,7 +45,7 @@ def format_translation_csv(translation: Translation) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _list_facts(translation: Translation) -> list[str]:
+def list_facts(translation: Translation) -> list[str]:
     gpus = f"{translation.gpus:,} GPU{'s' * (translation.gpus != 1)}"
     facts = [f"{translation.tokens_per_second:,.6g} tokens per second on {gpus}"]
     if translation.peak_flops_per_s is not None:
@@ -59,7 +59,7 @@ def _list_facts(translation: Translation) -> list[str]:
     return facts
 
 
-def _list_cells(row: TranslatedRow) -> list[str]:
+def list_cells(row: TranslatedRow) -> list[str]:
     share = "-" if row.mfu is None else f"{100 * row.mfu:.2f} %"
     return [
         row.name,

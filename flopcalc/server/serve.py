@@ -7,8 +7,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc.base.presentation import find_presenter
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, parse_size
+from flopcalc.base.vocabulary import name_part
 from flopcalc.hardware.devices import Device, find_device, find_format_peak
 from flopcalc.planning.money import find_price
 from flopcalc.planning.network import find_interconnect
@@ -78,6 +80,9 @@ class ServingAnswer(NamedTuple):
     @property
     def gpus(self) -> int:
         return self.layout.gpus * (sum(self.traffic.workers) or 1)
+
+    def _repr_html_(self) -> str:
+        return find_presenter().show_answer(self)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("ttft_s", "tpot_s", "e2e_s", "tokens_per_s", "tokens_per_s_per_gpu", "power_w")
@@ -447,7 +452,7 @@ def _advise(answer: ServingAnswer, model: ServedModel) -> str:
         "products": "a narrower compute format, prefix caching or separate workers for prompts cut it",
         "prompt attention": "prefix caching or separate workers for prompts cut it",
     }
-    return f"{part}, {share:.0%} of a step: {changes.get(part, 'more requests at once spread it')}"
+    return f"{name_part(part)}, {share:.0%} of a step: {changes.get(part, 'more requests at once spread it')}"
 
 
 _EVIDENCE = {

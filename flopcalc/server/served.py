@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, NamedTuple
 
 from flopcalc.base.errors import WorkloadError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.formats.formats import count_cache_bytes, find_sizes
 from flopcalc.core.formats.stored import StoredFormat, make_plain
-from flopcalc.core.model.ops import Attend, Op, Stage, Weighted, iterate, join
+from flopcalc.core.model.ops import Attend, Chain, Op, Stage, Weighted, iterate, join
 from flopcalc.prediction.memory.tensors import find_reach
 from flopcalc.prediction.tensor_parallel import count_chains, find_sides
 from flopcalc.prediction.work import Side, TensorSplit
@@ -120,18 +121,18 @@ def read_model(estimator: Estimator) -> ServedModel:
                     cached.append(CachedLayers("state", count, state_bytes=size))
                 if not isinstance(op, Weighted):
                     continue
-                stored = _find_stored(estimator, op, stage, has_experts)
-                size = sum(stored.count_bytes(*find_sizes(op), op.copies)) if op.kind != "param" else 0
-                own = count * (size if op.tied is None else 0)
-                if op.kind == "embed" or op.part == "lm_head":
-                    embedding += own
-                if op.kind == "linear" and is_language and op in sides:
-                    weight = _read_weight(op, sides[op], count, stored, size)
-                    weights.append(weight)
-                    sums += count * (weight.side == "row")
-                    joined.setdefault((op.name.rpartition(".")[0], op.n_in, op.copies), stored.compute)
-                elif op.kind != "embed":
-                    other += own
+                for stored, many in _count_stored(estimator, op, stage, chain, has_experts).items():
+                    size = sum(stored.count_bytes(*find_sizes(op), op.copies)) if op.kind != "param" else 0
+                    own = many * (size if op.tied is None else 0)
+                    if op.kind == "embed" or op.part == "lm_head":
+                        embedding += own
+                    if op.kind == "linear" and is_language and op in sides:
+                        weight = _read_weight(op, sides[op], many, stored, size)
+                        weights.append(weight)
+                        sums += many * (weight.side == "row")
+                        joined.setdefault((op.name.rpartition(".")[0], op.n_in, op.copies), stored.compute)
+                    elif op.kind != "embed":
+                        other += own
             casts += count * sum(bool(compute) for compute in joined.values())
     if not cached:
         raise WorkloadError(f"{name} caches nothing, so it does not generate: serving takes decoders alone")
@@ -167,9 +168,19 @@ def _read_weight(op: Op, sided: TensorSplit, count: int, stored: StoredFormat, s
     )  # fmt: skip
 
 
-def _find_stored(estimator: Estimator, op: Weighted, stage: Stage, has_experts: bool) -> StoredFormat:
-    """How a weight is stored; a format of four bits leaves out what published checkpoints leave out."""
-    path = join(f"{stage.path}.0" if stage.repeated else stage.path, op.name)
+def _count_stored(
+    estimator: Estimator, op: Weighted, stage: Stage, chain: Chain, has_experts: bool
+) -> Counter[StoredFormat]:
+    """How a weight is stored, and in how many layers of a kind."""
+    numbers = [number for number, each in enumerate(stage.layers) if each == chain]
+    if not estimator.formats.names_layers:
+        return Counter({_find_stored(estimator, op, stage, numbers[0], has_experts): len(numbers)})
+    return Counter(_find_stored(estimator, op, stage, number, has_experts) for number in numbers)
+
+
+def _find_stored(estimator: Estimator, op: Weighted, stage: Stage, number: int, has_experts: bool) -> StoredFormat:
+    """How a layer's weight is stored; a format of four bits leaves out what published checkpoints leave out."""
+    path = join(f"{stage.path}.{stage.first + number}" if stage.repeated else stage.path, op.name)
     asked = estimator.formats.weights
     if asked is not None and has_experts:
         is_left = asked.name.startswith(_EXPERTS_ONLY) and op.copies == 1

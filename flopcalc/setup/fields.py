@@ -128,7 +128,7 @@ class SetupKeywords(TypedDict, total=False):
     head: Annotated[str, Field("The model's head, instead of the one that its config names; N: labels (default: the config's).", "model", _ALL, metavar="lm|none|sequence:N|token:N")]
     mtp: Annotated[int | bool | str, Field("Layers of multi-token prediction: as many as the config says, or N.", "model", _ALL, "mtp", "[N]")]
     trace: Annotated[bool, Field("Count HF's own code instead of a spec and cache the result (needs torch once).", "model", "ECT", "flag")]
-    launch: Annotated[Any, Field("A launch file: axolotl, LLaMA-Factory, ms-swift, TRL or accelerate YAML, torchtitan TOML, HF TrainingArguments JSON; repeatable. Other options win over it.", "model", _PLAN, "path", "FILE…")]
+    launch: Annotated[Any, Field("A launch file: axolotl, LLaMA-Factory, ms-swift, TRL, verl or accelerate YAML, a shell script of verl, OpenRLHF or TRL, torchtitan TOML, HF TrainingArguments JSON; repeatable. Other options win over it.", "model", _PLAN, "path", "FILE…")]
     # work
     batch_size: Annotated[Size, Field("Samples of one micro-batch, on each GPU{ECXT: (or group of GPUs that share a sample)}.", "work", _COUNT + "K", "size", "N", default="1")]
     seq_len: Annotated[Size, Field("Length per sample, visual tokens included; 4k is 4,096.", "work", _PLAN + "K", "size", "N")]

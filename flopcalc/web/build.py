@@ -21,6 +21,7 @@ from flopcalc.base.units import format_flops
 from flopcalc.base.vocabulary import DTYPES, RECOMPUTE
 from flopcalc.core.estimate.published_conventions import load_quoted
 from flopcalc.core.formats.stored import load_stored
+from flopcalc.core.model.gguf import load_tables
 from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import load_interconnects
 from flopcalc.web.answers import answer
@@ -225,7 +226,7 @@ def describe_choices() -> dict[str, Any]:
         ],
         "interconnects": [{"id": each.id, "name": each.name} for each in load_interconnects().values()],
         "quoted": list(load_quoted().conventions),
-        "formats": sorted({**load_computed()[0], **load_stored()}),
+        "formats": sorted({**load_computed()[0], **load_stored(), **load_tables()["mixes"]["rows"]}),
         "form": describe_form({"recompute": RECOMPUTE, "compute": DTYPES}),
     }
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
-from flopcalc import FlopcalcError, estimate_flops, plan, predict
+from flopcalc import FlopcalcError, estimate_flops, plan, predict, serving, translate
 from flopcalc.base.rows import FrozenRows, Rows, Table, show_rows
+from flopcalc.base.units import format_money, format_seconds
 from flopcalc.planning.results import Plan, PlannedRow, Point
 from flopcalc.prediction.step import Prediction, TimeRow
 
@@ -119,6 +121,25 @@ def test_notebooks_show_tables(prediction: Prediction, found: Plan) -> None:
     assert rows[-1] == [f"{cell:,}" if isinstance(cell, int) else cell for cell in estimate.by_module()[-1]]
     assert "<script>" not in show_rows(["<script>"], [["<script>"]], "<script>")
     assert "… and 1 more rows" in Table(["a"], [[1]] * 101)._repr_html_()
+
+
+def test_notebooks_show_totals_intervals_costs_and_notes(prediction: Prediction, found: Plan) -> None:
+    estimate = estimate_flops(TEXT, seq_len=128)
+    quoted = translate(TEXT, seq_len=128, mfu="40%", from_="6nd", device="h200")
+    answer = serving(TEXT, device="h100", input_len=128, output_len=32, concurrency=2)
+    assert answer.usd is not None
+    seconds, best = prediction.step_time_s, found.best[0]
+    expected = [
+        (estimate, [f"{estimate.total:,} FLOPs", *estimate.notes]),
+        (prediction, [f"({format_seconds(seconds.low)} to ", "Wh", "gaps and lower clock", *prediction.notes]),
+        (found, [f"{format_seconds(best.step.low)} … ", format_money(best.usd or 0), *found.notes]),
+        (quoted, ["quoted under 6nd", "megatron", *quoted.notes]),
+        (answer, ["90 % interval", f"${answer.usd['per_hour']:,.2f} an hour", *answer.notes]),
+    ]  # fmt: skip
+    for value, texts in expected:
+        shown = unescape(value._repr_html_())
+        assert [text for text in texts if text not in shown] == []
+        assert shown.count("<li>") >= len(value.notes)
 
 
 def test_pandas_frames_hold_the_rows(prediction: Prediction, found: Plan) -> None:

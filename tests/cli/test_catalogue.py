@@ -35,6 +35,7 @@ def run_json(capsys: Capture, *arguments: str) -> Any:
         ("QWEN2_VL", {"qwen2-vl-7b"}, {"qwen2_vl"}),  # an alias: exactly this one, not qwen2-vl-2b
         ("gpt2", {"gpt2"}, {"gpt2"}),  # the preset, not gpt2-xl
         ("meta-llama/llama-3.1-8b-instruct", {"llama-3.1-8b"}, {"llama"}),
+        ("NousResearch/Meta-Llama-3.1-8B", {"llama-3.1-8b"}, {"llama"}),  # a copy of it
         ("bamba", set(), {"bamba"}),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from places import ROOT
 
 from flopcalc import plan as make_plan
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.cli import main
 from flopcalc.cli.plan import plan
 
 RUN = ["--model", "llama-3.2-1b", "--tokens", "100B", "--device", "h200", "--gpus", "16", "--seq", "2048"]
@@ -54,6 +56,28 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     page = ROOT / "docs" / "planning.md"
     command, _, shown = page.read_text(encoding="utf-8").partition("$ flopcalc plan ")[2].partition("\n")
     assert shown.startswith(invoke(*command.split()).output + "```\n")
+
+
+class Stream(io.StringIO):
+    """Standard error that is a terminal, or none."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    stream = Stream(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with pytest.raises(SystemExit):
+        main(["plan", *SMALL])
+    shown = stream.getvalue().split("\r\033[K")
+    assert shown[:2] == (["", "searching layouts: 0 of 128"] if is_terminal else [""])
+    assert shown[-1] == ""
 
 
 def test_json() -> None:

@@ -123,6 +123,17 @@ def test_curve(capsys: Capture, tmp_path: Path, command: tuple[str, ...], argume
     assert run_json(capsys, *command, *arguments, "--plot", str(path))["rows"]
 
 
+def test_a_curve_has_a_title_and_hollow_points_that_do_not_fit(capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "tokens.svg"
+    arguments = ("--seq", "4096", "--batch", "1,16", "--device", "h200,h100")
+    run(capsys, "predict", "llama-3.1-8b", *arguments, "--plot", str(path))
+    drawn = path.read_text(encoding="utf-8")
+    for text in ("llama-3.1-8b: one train step", "device h200", "device h100", "does not fit in memory"):
+        assert f"<!-- {text} -->" in drawn
+    assert "fill: #ffffff; stroke: #1f77b4" in drawn  # a hollow point in the colour of its line
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -251,7 +251,7 @@ def test_files_are_joined_by_model(script: Any, tables: Any, tmp_path: Path) -> 
 
 
 def test_the_page_shows_the_committed_results(script: Any, tmp_path: Path) -> None:
-    committed = (ROOT / "docs/monitor.md").read_text()
+    committed = (ROOT / "docs/monitor-cost.md").read_text()
     page = tmp_path / "monitor.md"
     page.write_text(committed)
     script.main(["--show", str(ROOT / "benchmarks/results" / script.NAME), "--page", str(page)])

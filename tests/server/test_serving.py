@@ -31,6 +31,16 @@ def _read(name: str, weights: str = "bf16", kv_cache: str = "bf16") -> ServedMod
     return read_model(flopcalc.bind(name, weights=weights, kv_cache=kv_cache))
 
 
+def test_layers_that_are_stored_in_different_formats() -> None:
+    """A mix of GGUF stores half of the values and of the MLPs' outputs in Q6_K; a server holds what a file has."""
+    model = _read("llama-3.1-8b", weights="q4_k_m")
+    held = sum(each.layers * each.n * each.k * each.bytes for each in model.weights)
+    found = flopcalc.estimate_flops("llama-3.1-8b", seq_len=8, weights="q4_k_m").weights
+    blocks = sum(each.total_bytes for each in found if each.format != "fp32")
+    assert held + model.embedding_bytes == blocks
+    assert sum(each.layers for each in model.weights if each.name == "q6_k") == 2 * 16
+
+
 # Bytes that one attention rank keeps of a token: layers x numbers x bytes; kv heads are copied where tp is larger.
 @pytest.mark.parametrize(
     ("name", "kv_cache", "tp", "expected"),

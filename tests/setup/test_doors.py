@@ -18,8 +18,8 @@ from flopcalc.base.spelling import KEYWORDS, spell_option
 from flopcalc.cli import _group, main
 from flopcalc.core.estimate.inputs import Inputs
 from flopcalc.core.model.config import load_config
-from flopcalc.setup.fields import COMMANDS, FIELDS, GROUPS, list_fields
-from flopcalc.setup.setup import from_keywords
+from flopcalc.setup.fields import COMMANDS, FIELDS, GROUPS, Command, list_fields
+from flopcalc.setup.setup import BESIDE, from_keywords
 from flopcalc.web.answers import answer
 
 Capture = pytest.CaptureFixture[str]
@@ -683,3 +683,17 @@ def test_a_named_option_is_found() -> None:
         'def f(x):\n    "Takes --seq."\n    raise E(f"give {x} --seq, or --batch 2: `flopcalc plan --gpus 8` --other")'
     )
     assert find_options(code) == ["--seq", "--batch"]
+
+
+@pytest.mark.parametrize("command", ["estimate", "bind", "translate", "predict", "plan", "serving"])
+def test_docstrings_list_the_keywords_by_group(command: Command) -> None:
+    """Each function names what it takes, in the table's groups, and shows an example."""
+    text = inspect.getdoc(getattr(flopcalc, "estimate_flops" if command == "estimate" else command)) or ""
+    listed = re.sub(r"\n +", " ", text.partition("Keywords (`flopcalc schema` describes each):")[2])
+    found = {line.partition(": ")[0][2:]: line.partition(": ")[2].split(", ") for line in listed.split("\n") if line}
+    expected: dict[str, list[str]] = {}
+    for name, field in list_fields(command).items():
+        if name not in BESIDE or command != "estimate":
+            expected.setdefault(GROUPS[field.group], []).append(KEYWORDS.get(name, name))
+    assert found == expected
+    assert re.search(rf"\n    .*{'estimate_flops' if command == 'estimate' else command}\(", text)

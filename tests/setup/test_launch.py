@@ -338,7 +338,7 @@ def make_bomb(table: str, entry: str) -> str:
         ("a.json", f'{{"x": {"[" * 500}{"]" * 500}}}', "a.json: more than 50 tables or lists inside"),
         ("a.toml", "[model\n", "not valid TOML: "),
         ("a.json", "{", "not valid JSON: "),
-        ("a.txt", "", "a launch file is a .yaml, .yml, .json, .toml file"),
+        ("a.txt", "", "a launch file other than a .sh script is a .yaml, .yml, .json, .toml file"),
     ],
 )
 def test_bad_files_are_one_line(name: str, text: str, message: str, tmp_path: Path) -> None:

@@ -401,7 +401,14 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions, rules
     casts = any(op.float32 for stage in model.stages for chain in stage.kinds for op in iterate(chain))
     lora_dtype = recipe.lora.dtype if recipe.lora is not None else None
     return make_formats(
-        source.config, source.where, asked, live, lora_dtype=lora_dtype, has_adapters=bool(recipe.adapters), casts=casts
+        source.config,
+        source.where,
+        asked,
+        live,
+        lora_dtype=lora_dtype,
+        has_adapters=bool(recipe.adapters),
+        casts=casts,
+        stages=model.stages,
     )
 
 

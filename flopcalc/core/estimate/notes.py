@@ -173,8 +173,9 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
             if isinstance(row.op, Linear) and not row.numbers.weight.is_quantized and row.numbers.weight.name == "fp32"
         }
         if kept:
+            keeper = "GGUF" if quantization is not None and quantization.method == "gguf" else "transformers"
             notes.append(
-                f"transformers keeps {', '.join(kept)} in float32 and computes {'it' if len(kept) == 1 else 'them'} in "
+                f"{keeper} keeps {', '.join(kept)} in float32 and computes {'it' if len(kept) == 1 else 'them'} in "
                 f"float32: {spell('compute', formats.model)} counts all in {formats.model}"
             )
     if formats.casts:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, SpecError, format_value
+from flopcalc.base.presentation import find_presenter
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, check_size, format_difference, parse_number
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
@@ -68,6 +69,9 @@ class Translation(NamedTuple):
             if row.name == wanted:
                 return row
         raise FlopcalcError(f"convention {wanted} has no row for this model; the notes say why")
+
+    def _repr_html_(self) -> str:
+        return find_presenter().show_translation(self)
 
     def to_dict(self) -> dict[str, Any]:
         from flopcalc._version import __version__

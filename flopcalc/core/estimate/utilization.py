@@ -98,6 +98,8 @@ def mfu(
 ) -> Utilization:
     """Model FLOPs utilization, under convention `full` if the estimate is, else `model`; never `hardware`.
 
+        mfu(estimate, step_time_s=0.8, device="h200").value
+
     Give the time of a step, or the tokens per second of all GPUs. The GPUs are those of the estimate. Each product
     counts at the peak of its number format. `dtype` sets one format for all products, `peak` one peak for all, or one
     per format.
@@ -130,6 +132,8 @@ def hfu(
     gpus: int | None = None,
 ) -> Utilization:
     """Hardware FLOPs utilization: convention `hardware`, recomputation included. Arguments are those of `mfu`.
+
+        f"{hfu(estimate, tokens_per_second='12k', device='h200'):.1%}"
 
     What is executed is counted for `device`, also where the estimate was made without it.
     """

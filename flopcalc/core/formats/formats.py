@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from flopcalc.base.vocabulary import Group
 from flopcalc.core.formats.kept_float32 import list_float32
 from flopcalc.core.formats.quantization import Kind, ModulePlace, Quantization, has_quantization, say_by_hand
 from flopcalc.core.formats.stored import BF16, StoredFormat, load_stored, make_plain, parse_stored
-from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
+from flopcalc.core.model.ops import Embed, Linear, Op, Param, Stage, Weighted
 from flopcalc.core.spec.spec import HEAD_PARTS
 
 _HALF = ("bf16", "fp16")
@@ -160,6 +160,8 @@ class Formats(Value):
             found = self.quantization.find(ModulePlace(_list_names(op, path), kind, group))
         if found is not None and found.is_quantized:
             n_out, n_in = find_sizes(op)
+            if found.fallback and n_in % found.inputs:
+                found = load_stored()[found.fallback]
             problem = found.find_problem(n_out, n_in)
             if problem:
                 error = ConfigError if self.weights is None else RecipeError
@@ -277,11 +279,12 @@ def make_formats(
     lora_dtype: str | None = None,
     has_adapters: bool = False,
     casts: bool = False,
+    stages: Sequence[Stage] = (),
 ) -> Formats:
     """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any.
 
     `lora_dtype` is the format asked for LoRA's adapters: "" for the usual one, None without LoRA. `has_adapters`: a
-    live model has adapters of its own. `casts`: the model's code computes some products in float32.
+    live model has adapters of its own. `casts`: the model's code computes some products in float32. `stages`: its ops.
     """
     compute = "" if asked.compute is None else parse_compute(asked.compute, "compute")
     cast = asked.autocast
@@ -290,9 +293,14 @@ def make_formats(
         raise RecipeError(f"autocast is to bf16 or fp16, not {cast}")
     if cast and compute:
         raise RecipeError(f"compute {compute} and autocast {cast} both say what products are computed in: give one")
-    weights = None if asked.weights is None else parse_stored(asked.weights, "weights")
-    quantization = None
-    if weights is None and live is None and has_quantization(config):
+    types = None
+    if asked.weights is not None:
+        from flopcalc.core.formats.gguf import read_types  # imported lazily: few models need it
+
+        types = read_types(asked.weights, str(config.get("model_type")), stages)
+    weights = None if asked.weights is None or types is not None else parse_stored(asked.weights, "weights")
+    quantization = types
+    if asked.weights is None and live is None and has_quantization(config):
         from flopcalc.core.formats.quantizers import read_quantization  # imported lazily: few configs need it
 
         quantization = read_quantization(config, where)
@@ -309,12 +317,15 @@ def make_formats(
         adapter = lora_dtype or ("fp32" if model in _HALF else model)
     elif has_adapters:
         adapter = live.adapter if live is not None else "fp32"
-    if quantization is not None:
+    if types is not None:
+        source = "as asked" if isinstance(asked.weights, str) else "the file's tensors"
+    elif quantization is not None:
         source = f"quantization_config of {quantization.method}; the rest {source}"
     stored = live.stored if live is not None and asked.weights is None else {}
     # A format that is given by hand holds for all; else from_pretrained keeps some parameters in float32.
     is_given = compute or live is not None or (asked.weights is not None and weights is None)
     kept = () if is_given or model not in _HALF else list_float32(config, model)
+    kept = kept if types is None else ("",)  # GGUF stores norms, biases and routers in float32
     casts = casts and not compute and model in _HALF
     return Formats(stored, model, compute, cast, weights, quantization, adapter, cache_format, source, kept, casts)
 

@@ -34,6 +34,7 @@ class StoredFormat(Value):
     tensor_bits: int = 0  # once per weight
     index_bits: int = 0  # once per input
     rounds: bool = False  # the last block may be smaller
+    fallback: str = ""  # in its place where its blocks do not divide the inputs
     key: str = ""  # what said the block, for an error
 
     @property
@@ -99,7 +100,10 @@ def parse_stored(value: object, what: str) -> StoredFormat:
     grouped = re.fullmatch(_GROUP, text)
     name = grouped[1] if grouped is not None else text if text in stored else aliases.get(text, text)
     if name not in stored and not (name in computed and computed[name].is_everywhere and grouped is None):
-        known = (*(each for each in computed if computed[each].is_everywhere and each != "tf32"), *stored)
+        from flopcalc.core.model.gguf import load_tables  # only where used
+
+        mixes = load_tables()["mixes"]["rows"]
+        known = (*(each for each in computed if computed[each].is_everywhere and each != "tf32"), *stored, *mixes)
         near = format_nearest(text, known)
         raise RecipeError(
             f"{what} {format_value(value)} unknown.{near} Known: {', '.join(known)}; int4-g64 has groups of 64"

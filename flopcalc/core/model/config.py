@@ -40,7 +40,7 @@ class Source(Value):
     note: str = ""  # what a reader should know of where it came from
     head: str = ""  # the head that was asked for; empty: the one of its class
     stored: str = ""  # the format of a preset's published weights, which it is counted in if asked for
-    weights: str = ""  # the format that a file keeps most weights in; empty: the config says it
+    weights: object = ""  # the format that a file keeps its weights in; empty: the config says it
     lora: dict[str, Any] | None = None  # an adapter's settings, as a recipe takes them
     mtp: int | bool | None = None  # layers of multi-token prediction that were asked for; True: as many as it has
 

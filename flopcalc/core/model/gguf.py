@@ -17,6 +17,8 @@ from flopcalc.base.spelling import spell
 MAGIC = b"GGUF"
 _MOST_BYTES = 256 << 20  # of a header: vocabularies of a million words take 30 MB
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # as llama.cpp names the files of a model that is cut
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.weight$")  # its layer, and which it is
+_PLAIN = ("fp32", "fp16", "bf16")
 _MOST_SHARDS = 1000
 _MOST_ENTRIES = 100_000  # of metadata, or tensors: the largest models have some thousands
 _MOST_VALUES = 4_000_000  # of all arrays together: words and merges of a vocabulary, with room
@@ -44,12 +46,23 @@ class Header(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+class TensorTypes(NamedTuple):
+    """What tensors are stored in; a row is a tensor, its layers and a format, and that of no tensor is of the rest."""
+
+    rows: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
 class GgufModel(NamedTuple):
-    """A config from a header, the format of most weights, and notes."""
+    """A config from a header, the formats of its weights, and notes."""
 
     config: dict[str, Any]
-    weights: str
+    weights: TensorTypes | str  # one format, or those of all tensors
     notes: tuple[str, ...]
+
+
+def load_tables() -> dict[str, Any]:
+    """What is known of GGUF's names."""
+    return load_toml(os.path.join(find_data_dir(), "gguf.toml"))
 
 
 def is_gguf(path: str) -> bool:
@@ -138,7 +151,7 @@ def read_header(path: str) -> Header:
 def load_gguf(path: str) -> GgufModel:
     """The config that a GGUF file's header describes."""
     header, missing = _read_shards(path)
-    tables = load_toml(os.path.join(find_data_dir(), "gguf.toml"))
+    tables = load_tables()
     name = header.values.get("general.architecture")
     known = tables["architectures"]
     if not isinstance(name, str) or name not in known:
@@ -156,7 +169,7 @@ def load_gguf(path: str) -> GgufModel:
     if "experts" in entry and config.get("num_local_experts"):
         config["model_type"] = entry["experts"]
     config |= _read_tensors(header, tables, config, not missing)
-    weights, notes = _find_format(header, tables)
+    weights, notes = _find_types(header, tables)
     if missing:
         notes.append(
             f"without {', '.join(missing[:3])}: a head of its own and biases are taken from the family's defaults"
@@ -207,23 +220,29 @@ def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, obje
     return found
 
 
-def _find_format(header: Header, tables: dict[str, Any]) -> tuple[str, list[str]]:
-    """The format of most weights in the layers, if it is one of ours; and a note on it."""
-    sizes: Counter[int] = Counter()
+def _find_types(header: Header, tables: dict[str, Any]) -> tuple[TensorTypes | str, list[str]]:
+    """The formats of a file's tensors, or the plain one of most; nothing if that is unknown. And a note."""
+    sizes: Counter[str] = Counter()
+    layers: dict[tuple[str, str], list[int]] = {}
+    known = {int(number): entry for number, entry in tables["types"].items()}
     for name, tensor in header.tensors.items():
-        if name.startswith("blk.") and len(tensor.shape) > 1:
-            sizes[tensor.type] += tensor.size
+        place = _TENSOR.match(name)
+        if place is not None and len(tensor.shape) > 1:
+            entry = known.get(tensor.type, {"name": f"type {tensor.type}", "stored": ""})
+            layers.setdefault((place[2], entry["name"]), []).append(int(place[1] or 0))
+            sizes[entry["name"]] += tensor.size if place[1] else 0
     if not sizes:
         return "", []
-    kinds = {int(number): entry for number, entry in tables["types"].items()}
-    main = sizes.most_common(1)[0][0]
-    entry = kinds.get(main, {"name": f"type {main}"})
-    names = [str(kinds.get(number, {}).get("name", f"type {number}")) for number, _ in sizes.most_common()]
-    stored = str(entry.get("stored", ""))
-    if not stored:
-        return "", [
-            f"weights are {', '.join(names)}, which are no formats here: counted in bf16; {spell('weights')} "
-            "says another"
-        ]
-    others = f" ({', '.join(names[1:])} beside it counted alike)" if len(names) > 1 else ""
-    return stored, [f"weights are {names[0]}: counted as {stored}{others}; {spell('weights')} says another"]
+    stored = {entry["name"]: str(entry["stored"]) for entry in known.values()}
+    names = [name for name, _ in sizes.most_common()]
+    most = stored.get(names[0], "")
+    if not most or most in _PLAIN:
+        how = f": counted as {most}" if most else ", which are no formats here: counted in bf16"
+        return most, [f"weights are {', '.join(names)}{how}; {spell('weights')} says another"]
+    counted = (*tables["modules"], "token_embd", "output")
+    own = {(tensor, name): at for (tensor, name), at in layers.items() if tensor in counted and name in stored}
+    rows = tuple((tensor, tuple(at), stored[name]) for (tensor, name), at in own.items())
+    alike = [f"{key[0]} in {key[1]}" for key in layers if key not in own and key[1] not in ("F32", names[0])]
+    how = f"; counted as {names[0]}: {', '.join(alike)}" if alike else ""
+    note = f"weights are {', '.join(names)}, every tensor counted in its own{how}; {spell('weights')} says another"
+    return TensorTypes((*rows, ("", (), most))), [note]

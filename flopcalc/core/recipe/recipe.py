@@ -108,7 +108,7 @@ def make_recipe(
     recompute: Recompute = "none",
     clipping: Clipping = "none",
 ) -> Recipe:
-    """A Recipe from plain arguments, checked as the class checks them."""
+    """A checked Recipe from plain arguments: `make_recipe(freeze="vision", lora="r=16,targets=all-linear")`."""
     return Recipe(freeze, train_only, lora, recompute, clipping=clipping)  # type: ignore[arg-type]  # it converts them
 
 

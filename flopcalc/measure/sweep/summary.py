@@ -129,6 +129,6 @@ def draw(figure: Any, summary: Mapping[str, Any]) -> None:
             range(len(cells)),
             [f"{f'{model}: ' if has_models else ''}{batch} × {length}" for model, batch, length in cells],
         )
-    figure.axes[-1].set_xlabel("batch × length")
+    figure.axes[-1].set_xlabel(f"batch × length{'' if has_models or not rows else f' of {cells[0][0]}'}")
     if trainers:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.base.presentation import show_progress
 from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import PHASES, Phase, check_word
 from flopcalc.core.estimate.traced import (
@@ -148,12 +149,6 @@ def _find_sizes(config: object) -> Sizes:
     return Sizes(tuple(sorted(chunks)), tuple(sorted(found["window"])), limit, limits.get("window", 0))
 
 
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text[:110]}")
-        sys.stderr.flush()
-
-
 def _describe_module(module: torch.nn.Module) -> dict[str, Any]:
     """What decides a HF module's FLOPs: its config, its tree, its shapes, what trains, what is checkpointed."""
     config: object = getattr(module, "config", None)
@@ -217,11 +212,11 @@ def trace_module(
     traced = load_trace(key) if key is not None else None
     if traced is None:
         resizer = Resizer(example_batch, dims, config)
-        found = [_trace(module, phase, resizer, _say, _find_sizes(config), longest) for phase in phases]
+        found = [_trace(module, phase, resizer, show_progress, _find_sizes(config), longest) for phase in phases]
         if resizer.pixels is not None:  # and the same model without images
             text = {n: v for n, v in example_batch.items() if n not in (resizer.pixels, "image_grid_thw")}
             plain = Resizer({**text, "input_ids": _remove_images(text["input_ids"], resizer)}, dims, config)
-            found += [_trace(module, phase, plain, _say, _find_sizes(config), longest) for phase in phases]
+            found += [_trace(module, phase, plain, show_progress, _find_sizes(config), longest) for phase in phases]
         traced = _keep(module, name, model_type, found, resizer, key)
     first = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
 
@@ -259,7 +254,7 @@ def _keep(
     parameters = {"total": total, "trainable": trainable}
     axes = resizer.describe_axes() if resizer is not None else {}
     traced = TracedModel(name, model_type, parameters, read_versions(), visual, tuple(found), axes)
-    _say("")
+    show_progress("")
     if key is not None:
         problem = save_trace(key, traced)
         if problem:
@@ -285,7 +280,7 @@ def trace_config(source: Source, recipe: Recipe, phase: Phase, has_images: bool,
     if has_images:
         batch |= _make_pixels(module)
     resizer = Resizer(batch, None, module.config)
-    found = _trace(module, phase, None if phase == "decode" else resizer, _say, _find_sizes(module.config))
+    found = _trace(module, phase, None if phase == "decode" else resizer, show_progress, _find_sizes(module.config))
     model_type = str(source.config["model_type"])
     return _keep(module, source.name, model_type, [found], resizer if has_images else None, key)
 

@@ -14,6 +14,7 @@ from flopcalc.base.units import (
     format_seconds,
     format_tokens,
 )
+from flopcalc.base.vocabulary import name_part
 from flopcalc.report.html.page import Html, list_notes, make_page, number, paragraph, section, table, tiles
 from flopcalc.report.html.pictures import Bar, Spot, draw_bars, draw_points
 from flopcalc.report.html.prediction import draw_bytes, list_energy
@@ -125,10 +126,8 @@ def _draw_time(best: Json) -> list[Html]:
     bars = [Bar("step", step["mid"], text, step["low"], step["high"])]
     for name, seconds in parts:
         share = f"{100 * seconds / step['mid']:.1f} %"
-        bars.append(Bar(name.replace("_", " "), seconds, f"{format_seconds(seconds)}, {share}"))
-    rows = [
-        (name.replace("_", " "), show_seconds(seconds), show_percent(seconds / step["mid"])) for name, seconds in parts
-    ]
+        bars.append(Bar(name_part(name), seconds, f"{format_seconds(seconds)}, {share}"))
+    rows = [(name_part(name), show_seconds(seconds), show_percent(seconds / step["mid"])) for name, seconds in parts]
     return [draw_bars("Seconds of a step by part", bars), table(["part", "time", "share"], rows)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flopcalc.base.units import format_bytes, format_energy, format_flops, format_mass, format_seconds
+from flopcalc.base.vocabulary import name_part
 from flopcalc.report.html.page import (
     Html,
     beside,
@@ -21,7 +22,6 @@ from flopcalc.report.html.page import (
 )
 from flopcalc.report.html.pictures import Bar, draw_bars, draw_stack
 from flopcalc.report.html.values import show_bytes, show_code, show_exact, show_percent, show_seconds
-from flopcalc.report.labels import TIME_KINDS
 
 Json = Mapping[str, Any]
 
@@ -84,13 +84,11 @@ def _draw_time(result: Json) -> list[Html]:
     text = f"{format_seconds(step['mid'])} ({format_seconds(step['low'])} to {format_seconds(step['high'])})"
     bars = [Bar("step", step["mid"], text, step["low"], step["high"])]
     bars += [
-        Bar(TIME_KINDS.get(name, name), seconds, f"{format_seconds(seconds)}, {100 * seconds / whole:.1f} %")
+        Bar(name_part(name), seconds, f"{format_seconds(seconds)}, {100 * seconds / whole:.1f} %")
         for name, seconds in kinds.items()
         if seconds
     ]
-    rows = [
-        (TIME_KINDS.get(name, name), show_seconds(value), show_percent(value / whole)) for name, value in kinds.items()
-    ]
+    rows = [(name_part(name), show_seconds(value), show_percent(value / whole)) for name, value in kinds.items()]
     caption = "The line on the first bar is the interval that nine of ten measurements should lie in."
     return [draw_bars("Seconds of a step by kind of work", bars, caption), table(["kind", "time", "share"], rows)]
 

@@ -59,7 +59,7 @@ def read_launch(launch: Any) -> Launch:
     frameworks, unknown = [], []
     for path in names:
         values = read_script(path) if path.endswith(".sh") else None
-        values = values or _flatten(read_table(path, "a launch file", "launch", ConfigError))
+        values = values or _flatten(read_table(path, "a launch file other than a .sh script", "launch", ConfigError))
         table = _detect(values, path)
         settings.add_file(os.path.basename(path), table["name"])
         frameworks.append(str(table["name"]))
