@@ -60,8 +60,8 @@ def sign_outside(stages: Iterable[Stage], switches: str = "") -> str:
 # What a language model's config says that changes HF's operators though no op shows it: a key, and its other names.
 SWITCHES: dict[str, tuple[str, ...]] = {
     "hidden_act": ("hidden_activation", "activation_function"),
-    "attention_dropout": ("attn_pdrop",),
-    "hidden_dropout": ("resid_pdrop", "residual_dropout", "dropout"),
+    "attention_dropout": ("attn_pdrop", "attention_probs_dropout_prob"),
+    "hidden_dropout": ("resid_pdrop", "residual_dropout", "dropout", "hidden_dropout_prob", "dropout_rate"),
     "embedding_dropout": ("embd_pdrop",),
     "use_parallel_residual": (),
     "partial_rotary_factor": ("rotary_pct",),
