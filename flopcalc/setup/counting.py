@@ -15,7 +15,6 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.hardware.devices import detect_device, find_detected, find_device
-from flopcalc.hardware.routing import EVEN
 from flopcalc.setup.setup import ModelChoice, Setup
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def bind_setup(
         chosen.model, recipe=setup.recipe, convention=convention or setup.convention,
         attention_kernel=setup.attention_kernel, device=choose_device(setup, notes, convention), formats=setup.formats,
         spec=chosen.spec, download=chosen.download, clipping=setup.clipping, model_type=chosen.model_type,
-        head=chosen.head, mtp=chosen.mtp, routing=setup.get("routing", EVEN),
+        head=chosen.head, mtp=chosen.mtp, routing=setup.get("routing"),
     )  # fmt: skip
 
 

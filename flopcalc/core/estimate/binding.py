@@ -41,7 +41,7 @@ def bind_config(
     model_type: str | None = None,
     head: str | None = None,
     mtp: int | bool | None = None,
-    routing: Routing = EVEN,
+    routing: Routing | None = None,
 ) -> CountedEstimator | PipelineEstimator:
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
     compute = dtype if formats.compute is None else formats.compute
@@ -82,7 +82,7 @@ def bind_config(
 
         if spec is not None:
             raise SpecError(f"a diffusion pipeline takes no {spell('spec')}: give its denoiser's config with one")
-        if routing != EVEN:
+        if routing not in (None, EVEN):
             raise WorkloadError(f"a diffusion pipeline has no experts: leave {spell('routing')} out")
 
         def make(model: BoundModel, is_part: bool) -> CountedEstimator:
@@ -92,7 +92,7 @@ def bind_config(
         return bind_pipeline(source, make)
     bound = bind_model(source, specs)
     estimator = CountedEstimator(
-        bound, recipe, convention, attention_kernel, found, clipping, asked=asked, routing=routing
+        bound, recipe, convention, attention_kernel, found, clipping, asked=asked, routing=routing or EVEN
     )
     if specs and bound.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
