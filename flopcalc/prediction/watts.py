@@ -138,15 +138,6 @@ def draw_power(coefficients: tuple[float, float, float, float], shares: Shares) 
     return float(asked / (1 + asked**_BEND) ** (1 / _BEND))
 
 
-def find_watts(device: Device, flops: float, bandwidth: float, running: float = 1.0) -> Range | None:
-    """Watts of one device that keeps up shares of its peak and bandwidth; None where its power limit is not known.
-
-    `running` is the share of the time in which kernels run.
-    """
-    model = find_power_model(device)
-    return None if model is None else model.find(Shares(flops, bandwidth, running)).watts
-
-
 def check_site(power: Power | None, pue: float | None, grid: float | None) -> None:
     """Refuse what is given of a site and cannot be used."""
     for name, value in (("pue", pue), ("grid", grid)):

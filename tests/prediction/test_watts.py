@@ -23,7 +23,6 @@ from flopcalc.prediction.watts import (
     draw_power,
     find_energy,
     find_power_model,
-    find_watts,
     load_watts,
 )
 from flopcalc.prediction.work import Attention
@@ -61,7 +60,9 @@ def test_evidence_follows_what_was_measured(device: str, evidence: str) -> None:
     assert list(model.factors) == load_watts()["intervals"][evidence]
     low, mid, high = model.find(Shares(0.3, 0.3)).watts
     assert low < mid <= high <= model.most * model.limit_w
-    assert find_watts(find_device(device), 0.3, 0.3) == (low, mid, high)
+    model = find_power_model(find_device(device))
+    assert model is not None
+    assert model.find(Shares(0.3, 0.3, 1.0)).watts == (low, mid, high)
 
 
 def test_intervals_widen_with_less_evidence() -> None:
@@ -71,7 +72,7 @@ def test_intervals_widen_with_less_evidence() -> None:
 
 
 def test_a_device_without_a_power_limit_has_no_watts() -> None:
-    assert find_watts(find_device("tpu-v4"), 0.5, 0.5) is None
+    assert find_power_model(find_device("tpu-v4")) is None
     found = predict(TINY, seq_len=256, device="gh200-96gb")
     assert found.energy is None
     assert found.to_dict()["energy"] is None
