@@ -27,7 +27,7 @@ class Autocast(TorchFunctionMode):
     """Inside, products run in bf16, and what loses precision in it in float32; a weight is cast once."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._weights: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> Autocast:
