@@ -129,6 +129,8 @@ def infer_rotation(model_type: str, config: dict[str, object]) -> tuple[Rotated,
     if load_file(model_type) is None:
         return None
     estimator = bind_config({"model_type": model_type, **config})
+    if estimator.has_decoder or not estimator.needs_text:  # positions are added there, not rotated
+        return None
     stages = [stage for stage in estimator.stages if stage.repeated and stage.group == "language"]
     load = Workload(rows=1, seq=16)
     rows = [row for row in list_operators(estimator, load).rows if row.direction == "forward" and not row.is_again]

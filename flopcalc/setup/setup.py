@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flopcalc.base.errors import ConfigError, DeviceError, RecipeError, WorkloadError, format_nearest
+from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError, format_nearest
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import find_field, spell
 from flopcalc.base.units import describe_suffixes
@@ -254,10 +254,7 @@ def _make_recipe(command: Command, values: Mapping[str, Any]) -> Recipe | Mappin
 
 
 def _make_formats(values: Mapping[str, Any]) -> FormatOptions:
-    dtype = values.get("dtype")
-    compute = values.get("compute", dtype)
-    if dtype not in (None, compute):
-        raise DeviceError(f"{spell('dtype')} is the same as {spell('compute')}: give one of them")
+    compute = values.get("compute", values.get("dtype"))
     return FormatOptions(compute, values.get("weights"), values.get("kv_cache"), values.get("autocast"))
 
 

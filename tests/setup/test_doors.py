@@ -381,7 +381,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batch": {"input_ids": [[1]]}, "seq_len": 3}, "batch already says sizes, lengths and images: leave seq_len out"),
     ({"sampling_steps": 4, "phase": "train"}, "sampling_steps belongs to phase sample, not train"),
     ({"recompute": "none", "gradient_checkpointing": True}, 'gradient_checkpointing is recompute="full": give one'),
-    ({"compute": "fp8", "dtype": "bf16"}, "dtype is the same as compute: give one of them"),
     ({"recipe": {"freeze": "x"}, "freeze": "y"}, "freeze is given twice, by itself and in the recipe"),
     ({"sequ": 5}, "sequ is no keyword of estimate. Did you mean seq_len"),
 ]

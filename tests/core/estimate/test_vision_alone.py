@@ -76,8 +76,9 @@ def test_refused(config: dict[str, Any], sizes: dict[str, Any], words: str) -> N
 
 def test_what_is_counted_in_tokens() -> None:
     step = estimate_flops(VIT, images=[(9, 9)])
-    with pytest.raises(FlopcalcError, match="a predicted step is counted in tokens"):
-        predict(VIT, device="h100-sxm", images=[(9, 9)])
+    found = predict(VIT, device="h100-sxm", images=[(9, 9)])
+    assert (found.tokens_per_s, found.rate) == (None, (1 / found.step_time_s.mid, "samples"))
+    assert "samples/s" in repr(found)
     with pytest.raises(FlopcalcError, match="a plan is counted in tokens"):
         plan(VIT, tokens="1B", device="h100-sxm", gpus=8, workload=step.terms[0].load)
     assert step.per_token == 0
