@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from flopcalc.base.errors import WorkloadError
+from flopcalc.base.presentation import show_progress
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import FieldOption, takes_setup
 from flopcalc.cli.pages import format_options, write_page
@@ -84,7 +85,14 @@ def serving(model: str, style: str, output: str | None, plot_file: str | None, g
     if len(loads) > _MOST_POINTS:
         raise WorkloadError(f"--concurrency: {len(loads):,} loads, more than the {_MOST_POINTS} of one curve")
     questions = [{**given, "concurrency": load} if load else given for load in loads]
-    answers = [serve_setup(make_setup("serving", model, question)) for question in questions]
+    answers = []
+    try:
+        for number, question in enumerate(questions, 1):
+            if len(questions) > 1:
+                show_progress(f"load {number} of {len(questions)}")
+            answers.append(serve_setup(make_setup("serving", model, question)))
+    finally:
+        show_progress("")
     title = f"{answers[0].model}, {answers[0].engine.name}, {answers[0].gpus} × {answers[0].device.name}"
     if plot_file is not None:
         from flopcalc.base.figures import CurvePoint, draw_curves

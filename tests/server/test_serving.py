@@ -457,3 +457,12 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         main(["serving", "llama-3.1-8b", "--device", "h100", "--tp", "3", "--input-len", "8", "--output-len", "8"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "flopcalc: --tp 3 does not divide the 32 heads of llama-3.1-8b\n"
+
+
+@pytest.mark.parametrize(("loads", "shown"), [("4", [""]), ("1,4", ["load 1 of 2", "load 2 of 2", ""])])
+def test_a_curve_shows_its_progress(loads: str, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("flopcalc.cli.serving.show_progress", told.append)
+    line = "llama-3.2-1b --device h100 --input-len 128 --output-len 16 --concurrency"
+    assert CliRunner().invoke(command, [*line.split(), loads]).exit_code == 0
+    assert told == shown
