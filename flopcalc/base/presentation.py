@@ -1,8 +1,7 @@
-"""How results show themselves: rooms that compute ask here; `report`, which is above them, answers. And progress."""
+"""How results show themselves: the rooms that compute ask here; `report`, which is above them, answers."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,10 +40,3 @@ def set_presenter(load: Callable[[], Presenter]) -> None:
 
 def find_presenter() -> Presenter:
     return _load()
-
-
-def show_progress(text: str) -> None:
-    """One line on stderr in place of the one before; an empty one takes it away. Nothing where no terminal shows it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text[:79]}")
-        sys.stderr.flush()

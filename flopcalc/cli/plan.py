@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.base.presentation import show_progress
+from flopcalc.base.progress import show_progress
 from flopcalc.base.units import format_duration, format_tokens
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.base.presentation import show_progress
+from flopcalc.base.progress import show_progress
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import FieldOption, takes_setup
 from flopcalc.cli.pages import format_options, write_page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError
-from flopcalc.base.presentation import show_progress
+from flopcalc.base.progress import show_progress
 from flopcalc.base.text_table import format_text
 from flopcalc.base.units import parse_size
 from flopcalc.cli.command import Command

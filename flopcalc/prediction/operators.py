@@ -239,7 +239,7 @@ class _Reader:
         if self.is_cast and cast not in parts:
             self._note(_UNCAST)
         for key in (
-            *((cast,) if cast in parts else ()),
+            cast,
             asked,
             f"{prefix}{self.attention}{flags}",
             f"{prefix}{self.attention}",

@@ -62,7 +62,7 @@ class Autocast(TorchFunctionMode):
 
 
 def narrow(tensors: Iterable[Any]) -> list[Any]:
-    """The same under the autocast that runs, if one does: for functions that tests put in another's place."""
+    """The same under the autocast that runs, if one does: for what the tracer puts in a torch function's place."""
     return [_running[-1].narrow(each) if _running else each for each in tensors]
 
 

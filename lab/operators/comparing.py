@@ -12,7 +12,7 @@ from flopcalc.prediction.operators import list_operators
 from lab.operators import denoisers
 from lab.operators.configs import Json, list_variants, resize, set_window
 from lab.operators.recording import AUTOCAST, FAILURES
-from lab.operators.runs import CACHELESS, Run, make_load, make_workload_of, run
+from lab.operators.runs import CACHELESS, Run, make_load, make_workload_of, run, sees_images_alone
 
 Sums = dict[tuple[str, str], list[int]]  # (direction, kind) -> bytes read, bytes written, calls
 LIMIT = 0.15  # of --check
@@ -108,7 +108,7 @@ def list_checks(example: Example) -> Iterator[tuple[str, Json]]:
     if example.decoder_seq or example.clips:
         for phase, batch in (("train", 3), ("forward", 2)):
             yield phase, make_workload_of(example, batch, 37, 17)
-    elif "text" not in example.skip and any("seq" in each for each in example.images or [{"seq": 1}]):
+    elif "text" not in example.skip and not sees_images_alone(example):
         yield "train", {"batch": 3, "seq": 37}
         yield "forward", {"batch": 2, "seq": 23}
         yield "prefill", {"batch": 4, "seq": 31}

@@ -24,7 +24,7 @@ from lab.operators.configs import (
 from lab.operators.dispatch import Kept
 from lab.operators.fitting import Fitter, Row, fit_events, fit_tensors
 from lab.operators.gathering import Spot, gather, gather_kept
-from lab.operators.runs import CACHELESS, PHASES, Run, is_masked, list_workloads, run
+from lab.operators.runs import CACHELESS, PHASES, Run, is_masked, list_workloads, run, sees_images_alone
 
 # Types whose steps under autocast over float32 weights are recorded too: those that people train so most.
 AUTOCAST = {
@@ -240,16 +240,18 @@ def record(model_type: str) -> Recording:
         for name in (model_type, find_language(configs[0])[0]):  # a config may leave out what its inner one is
             recording.usual[name] = find_usual(name)
         for attention in ("sdpa", "eager") if is_whole else ("sdpa",):
-            is_alone = any("seq" not in each for each in example.images)
-            for has_images in (True, False)[: 1 if is_alone else 2] if example.images else (False,):
+            sights = (True,) if sees_images_alone(example) else (True, False) if example.images else (False,)
+            for has_images in sights:
                 kept: dict[str, dict[str, list[Run]]] = defaultdict(dict)
                 for phase in PHASES:
                     is_rare = not has_images and (attention == "eager" or "text" in example.skip)
                     if example.images and (is_rare or (has_images and phase == "decode")):
                         continue
                     # Eager attention makes a mask in any case.
-                    modes = [""] if not is_whole or attention == "eager" else ["", " masked", " autocast"]
-                    for mode in modes if model_type in AUTOCAST and phase in CACHELESS else modes[:2]:
+                    modes = ["", " masked"] if is_whole and attention == "sdpa" else [""]
+                    if " masked" in modes and model_type in AUTOCAST and phase in CACHELESS:
+                        modes.append(" autocast")
+                    for mode in modes:
                         runs = run_all(example, configs, phase, attention, has_images, mode)
                         if runs:
                             flags = f"{attention}{mode}{' images' if has_images else ''}"

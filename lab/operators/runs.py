@@ -41,13 +41,18 @@ def is_masked(estimator: Estimator, keys: int) -> bool:
     return bool(list_windows(estimator, keys))
 
 
+def sees_images_alone(example: Example) -> bool:
+    """Whether its model reads no text, so that no workload of it has a length."""
+    return any("seq" not in each for each in example.images)
+
+
 def list_workloads(example: Example, phase: str, has_images: bool) -> list[Json]:
     """Two batches of two lengths; none of a decoder's phases where an encoder's result would have to be kept."""
     if has_images:
         # One image a sample, then two; of two grids where the tower takes any, but all images of a run alike.
         first, last = example.images[0], example.images[-1]
         one, two = {"batch": 2, "images": first["images"][:1]}, {"batch": 3, "images": last["images"][-1:] * 2}
-        if "seq" not in first:
+        if sees_images_alone(example):
             return [one, two] if phase in CACHELESS else []
         room = max(first["seq"], last["seq"])
         return [{**first, **one, "seq": room}, {**first, **two, "seq": 2 * room + 4}]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
-from flopcalc.base.presentation import show_progress
+from flopcalc.base.progress import show_progress
 from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import PHASES, Phase, check_word
 from flopcalc.core.estimate.traced import (
