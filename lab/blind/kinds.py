@@ -1,0 +1,251 @@
+"""A blind test of the kinds of steps that rounds of text models leave out: encoders, sound, images, autocast, heads.
+
+    python -m lab.blind.kinds predict|measure|report [--round N]
+
+The protocol, fixed before anything was measured:
+
+- kinds/NN.json holds the steps: a config of published or own widths, the work, and what `flopcalc predict` is asked.
+  `predict` writes what this code says to benchmarks/results/kinds_predictions_NN.json, which is committed before
+  `measure` runs.
+- Weights are random, of the model class that the config names; the optimizer is torch's fused AdamW. Steps are timed
+  without pause by the device's clock, the middle of all steps of a run; each step is run in as many processes as
+  `measure` is called.
+- All steps count; a step that fails says why. `report` reads the host's pace from the probe, as in steps.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flopcalc.measure.predictor.runs import Runner
+
+Json = dict[str, Any]
+FOLDER = Path(__file__).parent / "kinds"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+VERSION = "5.17"  # of transformers on the device
+FACTORS = (0.8, 1.0, 1.25)  # of the host, that predictions are written for
+
+
+def load_steps(number: int) -> dict[str, Json]:
+    """Name -> the step: its kind, config, work, and what else `predict` is asked."""
+    found = json.loads((FOLDER / f"{number:02}.json").read_text())
+    steps: dict[str, Json] = found["steps"]
+    return {name: {**step, "config": {**found["models"][step["model"]]}} for name, step in steps.items()}
+
+
+# --- predict ----------------------------------------------------------------------------------------------------------
+def predict_step(step: Json, factor: float) -> Any:
+    """What `flopcalc predict` says of it."""
+    from flopcalc import predict
+
+    work = step["work"]
+    batch = work["batch"]
+    given: Json = {
+        "seq_len": work.get("seq"),
+        "decoder_seq_len": work.get("decoder_seq"),
+        "image_grid_thw": work["images"] * batch if "images" in work else None,
+        "audio": work["audio"] * batch if "audio" in work else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return predict(
+        step["config"], device="h200", batch_size=batch, phase=work.get("phase", "train"), host_factor=factor,
+        transformers=VERSION, advise=False, memory=factor == 1.0, **given, **step.get("asked", {}),
+    )  # fmt: skip
+
+
+def write_predictions(number: int) -> None:
+    steps = {}
+    for name, step in load_steps(number).items():
+        found = {factor: predict_step(step, factor) for factor in FACTORS}
+        usual = found[1.0]
+        steps[name] = {
+            "kind": step["kind"],
+            "is_recorded": usual.evidence["operators_recorded"],
+            "bound": usual.bound,
+            "memory_bytes": usual.memory.peak if usual.memory is not None else None,
+            "seconds": {str(factor): list(each.step_time_s) for factor, each in found.items()},
+        }
+        print(f"{name}: {usual.step_time_s}", flush=True)
+    _name_result(number, "predictions").write_text(json.dumps(steps, indent=1) + "\n")
+
+
+def _name_result(number: int, what: str) -> Path:
+    return RESULTS / f"kinds_{what}_{number:02}.json"
+
+
+# --- measure ----------------------------------------------------------------------------------------------------------
+class KindsRunner(Runner):
+    """A runner of one step of any class that transformers has."""
+
+    def __init__(self, device: str, step: Json) -> None:
+        super().__init__(device, lambda _: dict(step["config"]), work_s=0.6)
+        self.step = step
+
+    def make_step(self, case: Json) -> Callable[[], Any]:
+        from flopcalc.core.model.config import load_config
+        from flopcalc.measure.hf.examples import find_example, make_estimator, read_config
+        from flopcalc.measure.hf.models import apply_recipe, build_model
+        from flopcalc.measure.hf.verify import make_step
+        from lab.operators.runs import list_workloads
+
+        torch, device, asked = self.bench.torch, self.bench.device, self.step.get("asked", {})
+        self.drop()
+        config, work = dict(load_config(self.step["config"]).config), self.step["work"]
+        example = find_example(config["model_type"])
+        if not self.bench.is_gpu:  # a try of the script: the same class and recipe, hardly any work
+            config = {**read_config(example.model_type, example.configs[0]), "architectures": config["architectures"]}
+            work = {**list_workloads(example, work.get("phase", "train"), "images" in work)[0]} | {
+                name: work[name] for name in ("phase",) if name in work
+            }
+        estimator = make_estimator(example, config)
+        dtype = torch.float32 if asked.get("weights") == "fp32" else torch.bfloat16
+        architecture = config.get("architectures", [example.choose_class(estimator.spec.architecture)])[0]
+        with torch.device(device):
+            model = build_model(config, "sdpa", None, device, dtype, architecture=architecture).to(device)
+        recipe = {name: asked[name] for name in ("lora", "recompute") if name in asked}
+        self.model = apply_recipe(model, recipe)
+        if "audio" in work:
+            work = {**work, "clips": [round(each * 100) for each in work["audio"]]}  # frames of 10 ms
+        called = torch.compile(self.model) if asked.get("execution") == "compiled" else self.model
+        if "SequenceClassification" in architecture:  # its labels are no tokens
+            example = example._replace(loss="logits")
+        inner = make_step(called, example, work, config, device)
+        _narrow_pixels(inner, dtype)
+        trains = case["phase"] == "train"
+        if trains:
+            self._set_optimizer("adamw")
+        optimizer, micro = self.optimizer, asked.get("grad_accum", 1)
+        cast = asked.get("autocast", False)
+
+        def run() -> None:
+            if trains:
+                optimizer.zero_grad(set_to_none=True)
+            for _ in range(micro):
+                with torch.autocast(device, torch.bfloat16) if cast else contextlib.nullcontext():
+                    inner()
+            if trains:
+                optimizer.step()
+
+        return run
+
+
+def _narrow_pixels(step: Any, dtype: Any) -> None:
+    """Pixels and spectrograms in the format of the weights, as a user's loop hands them in."""
+    for cell in step.__closure__ or ():
+        if isinstance(cell.cell_contents, dict):
+            for name, value in cell.cell_contents.items():
+                if hasattr(value, "is_floating_point") and value.is_floating_point():
+                    cell.cell_contents[name] = value.to(dtype)
+
+
+def measure(number: int, out: Path, names: list[str], device: str, budget_s: float) -> None:
+    """Time the steps; keep what is there after each."""
+    from flopcalc.measure.calibrate.provenance import describe_machine
+
+    begun = time.monotonic()
+    kept: Json = {"provenance": {**describe_machine(device), "command": f"python -m lab.blind.kinds --round {number}"},
+                  "cases": [], "failures": []}  # fmt: skip
+    for name, step in load_steps(number).items():
+        if (names and name not in names) or time.monotonic() - begun > budget_s:
+            continue
+        start, runner = time.monotonic(), KindsRunner(device, step)
+        case = {"model": name, "phase": step["work"].get("phase", "train")}
+        try:
+            kept["cases"].append(runner.measure(case))
+            said = kept["cases"][-1]["seconds"]
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"[:300]
+            kept["failures"].append({"case": name, "reason": said})
+        runner.drop()
+        print(f"{time.monotonic() - start:6.1f} s  {name}  {said}", flush=True)
+        out.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+def compare(predicted: Json, runs: list[Json], probe_s: float) -> Json:
+    """One step: the middle of its runs beside what was said for this host's pace."""
+    seconds = statistics.median(run["seconds"] for run in runs)
+    pace = statistics.median(run["probe_s"] for run in runs) / probe_s
+    near = min(FACTORS, key=lambda factor: abs(factor - pace))
+    low, mid, high = predicted["seconds"][str(near)]
+    peak = runs[0].get("peak_memory_bytes")
+    return {
+        "kind": predicted["kind"], "bound": predicted["bound"], "is_recorded": predicted["is_recorded"],
+        "seconds": seconds, "predicted_s": mid, "error": mid / seconds - 1, "is_inside": low <= seconds <= high,
+        "memory_error": predicted["memory_bytes"] / peak - 1 if peak and predicted["memory_bytes"] else None,
+    }  # fmt: skip
+
+
+def compare_all(number: int) -> dict[str, Json]:
+    from flopcalc.prediction.kernels.constants import load_predictor
+
+    constants = load_predictor("h200-sxm")
+    assert constants is not None
+    predicted = json.loads(_name_result(number, "predictions").read_text())
+    measured = json.loads(_name_result(number, "steps").read_text())
+    runs: dict[str, list[Json]] = defaultdict(list)
+    for case in measured["cases"]:
+        runs[case["model"]].append(case)
+    return {
+        name: compare(
+            predicted[name], each, constants["probe_s"]["train" if each[0]["phase"] == "train" else "forward"]
+        )
+        for name, each in runs.items()
+    }
+
+
+def report(number: int) -> str:
+    """A line per step, then one per kind."""
+    from flopcalc.base.text_table import format_grid
+
+    rows = compare_all(number)
+    lines = [
+        [name, row["kind"], row["bound"], f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['predicted_s']:.1f}",
+         f"{100 * row['error']:+.1f} %", "yes" if row["is_inside"] else "no",
+         f"{100 * row['memory_error']:+.1f} %" if row["memory_error"] is not None else ""]
+        for name, row in rows.items()
+    ]  # fmt: skip
+    heads = ["step", "kind", "bound", "measured ms", "predicted ms", "error", "inside", "memory"]
+    kinds: dict[str, list[Json]] = defaultdict(list)
+    for row in rows.values():
+        kinds[row["kind"]].append(row)
+    summary = []
+    for kind, each in kinds.items():
+        errors = sorted(abs(row["error"]) for row in each)
+        inside = sum(row["is_inside"] for row in each)
+        summary.append([kind, f"{100 * statistics.median(errors):.1f} %", f"{100 * errors[-1]:.1f} %",
+                        f"{inside} of {len(each)}"])  # fmt: skip
+    first = format_grid(heads, lines, "github")
+    return f"{first}\n\n{format_grid(['kind', 'median error', 'worst', 'inside'], summary, 'github')}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("what", choices=("predict", "measure", "report"))
+    parser.add_argument("--round", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="measure: the file to write")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--budget-s", type=float, default=540.0)
+    parser.add_argument("--only", action="append", default=[], help="measure this step only; repeatable")
+    given = parser.parse_args()
+    if given.what == "predict":
+        write_predictions(given.round)
+    elif given.what == "report":
+        print(report(given.round))
+    elif given.out is None:
+        parser.error("measure: --out FILE says where the times go")
+    else:
+        measure(given.round, given.out, given.only, given.device, given.budget_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
