@@ -25,7 +25,19 @@ class StandIn(NamedTuple):
 
 TEXT = StandIn("llama", "model.layers")
 EXPERTS = StandIn("olmoe", "model.layers")
+ENCODER = StandIn("bert", "bert.encoder.layer")
+TOWER = StandIn("vit", "vit.layers", "vit.layers")
 SEEING = StandIn("qwen2_vl", "model.language_model.layers", "model.visual.blocks")
+
+
+def choose_stand_in(stages: Iterable[Stage]) -> StandIn:
+    """The type whose layers are nearest: a tower's, an encoder's, a decoder's, or those of both text and images."""
+    layers = {stage.group: stage.layers[0] for stage in stages if stage.repeated and stage.layers}
+    if "vision" in layers:
+        return SEEING if "language" in layers else TOWER
+    attends = [op for op in iterate(layers["language"]) if isinstance(op, Attend)] if "language" in layers else []
+    is_encoder = attends and all(isinstance(op.rows, Pairs) and op.rows.mask == "full" for op in attends)
+    return ENCODER if is_encoder else TEXT
 
 
 class Borrowed(NamedTuple):

@@ -30,6 +30,7 @@ HOST_ONLY = (
     "product_grouped",
     "attention",
     "attention_masked",
+    "attention_plain",
     "module",
     "node",
     "read",
@@ -71,7 +72,8 @@ def make_work(
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
     own = estimator.formats.attention
-    maker = _Maker(load, kernel, masked, found.has_dropout, is_fused, own, estimator)
+    plain = {each.module for each in found.rows if each.kind == "attention_plain"}
+    maker = _Maker(load, kernel, masked, plain, found.has_dropout, is_fused, own, estimator)
     sides = {block: find_sides([row.op for row in block.rows]) for block, _, _ in rows}
     for counted in rows:
         block, row, values = counted
@@ -219,11 +221,11 @@ class _Maker:
     """Turns rows of the core into calls."""
 
     def __init__(
-        self, load: Workload, kernel: CallKernel, masked: set[str], has_dropout: bool, is_fused: bool, own: str,
-        estimator: Estimator,
+        self, load: Workload, kernel: CallKernel, masked: set[str], plain: set[str],
+        has_dropout: bool, is_fused: bool, own: str, estimator: Estimator,
     ) -> None:  # fmt: skip
         self.own = own  # the number format of attention, and of all that has no other
-        self.load, self.kernel, self.masked, self.has_dropout = load, kernel, masked, has_dropout
+        self.load, self.kernel, self.masked, self.plain, self.has_dropout = load, kernel, masked, plain, has_dropout
         self.is_fused = is_fused
         self.find_routing = estimator.find_routing
         self.is_train = load.phase == "train"
@@ -365,6 +367,8 @@ class _Maker:
                 shapes.append(self._find_shape(module, pairs, kept, length, many, window))
         is_padded = not self.is_fused and self.kernel in ("", "cudnn", "flash") and op.qk % _ALIGNED > 0
         kernel, qk, v = self.kernel, op.qk, op.v
+        if module in self.plain:  # SDPA's fused kernels have no gradient of its mask, a trained bias
+            kernel, is_padded = "math", False
         if is_padded:
             kernel, qk, v = "flash", pad_head("flash", qk), pad_head("flash", v)
         drops = self.has_dropout and block.group == "language"

@@ -15,13 +15,12 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.adapters import find_adapter_table, is_adapter_cast
 from flopcalc.prediction.borrowed import (
     EXPERTS,
-    SEEING,
-    TEXT,
     Borrowed,
     Outside,
     StandIn,
     borrow_layer,
     borrow_outside,
+    choose_stand_in,
     choose_variant,
 )
 from flopcalc.prediction.moe_versions import RECORDED, is_routed, list_masks
@@ -178,7 +177,7 @@ class _Reader:
         name = str(estimator.source.config["model_type"])
         data = load_file(name)
         if data is None or not any(key.startswith(f"{load.phase} ") for key in data["parts"]):
-            self.stand_in = SEEING if estimator.vision is not None else TEXT
+            self.stand_in = choose_stand_in(estimator.stages)
             where = "" if data is None else f" in phase {load.phase}"
             data = load_file(self.stand_in.name)
             self._note(f"operators of {name} were not recorded{where}: those of {self.stand_in.name} are used")

@@ -239,7 +239,6 @@ def predict_estimate(
         prediction = _compare_weights(prediction, estimate, machine.device)
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
-        notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []
     notes += [prediction.power.describe()] if prediction.power is not None else []
     notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)

@@ -100,13 +100,14 @@ class Attention(NamedTuple):
     window: int = 0
     calls: float = 1
     is_again: bool = False
-    kernel: CallKernel = ""  # eager: plain products; flash, efficient, cudnn; without: the one that the device picks
+    # eager: plain products; math: plain products in float32; flash, efficient, cudnn; without: what the device picks
+    kernel: CallKernel = ""
 
     @property
     def flops(self) -> float:
         """Of all calls, as a kernel executes them: whole blocks, and backward the scores once more."""
         pairs = self.length * self.keys
-        if self.mask != "decode" and self.kernel != "eager":
+        if self.mask != "decode" and self.kernel not in ("eager", "math"):
             blocks = find_blocks(self.kernel or "cudnn", self.direction, (self.qk + self.v) // 2)
             pairs = blocks.count_pairs(self.length, self.keys, is_causal=self.mask in ("causal", "dropout"))
         scored = 5 / 2 if self.direction == "backward" else 1

@@ -92,9 +92,8 @@ class KindsRunner(Runner):
 
     def make_step(self, case: Json) -> Callable[[], Any]:
         from flopcalc.core.model.config import load_config
-        from flopcalc.measure.hf.examples import find_example, make_estimator, read_config
+        from flopcalc.measure.hf.examples import find_example, make_estimator, make_inputs, read_config
         from flopcalc.measure.hf.models import apply_recipe, build_model
-        from flopcalc.measure.hf.verify import make_step
         from lab.operators.runs import list_workloads
 
         torch, device, asked = self.bench.torch, self.bench.device, self.step.get("asked", {})
@@ -118,9 +117,11 @@ class KindsRunner(Runner):
         called = torch.compile(self.model) if asked.get("execution") == "compiled" else self.model
         if "SequenceClassification" in architecture:  # its labels are no tokens
             example = example._replace(loss="logits")
-        inner = make_step(called, example, work, config, device)
-        _narrow_pixels(inner, dtype)
         trains = case["phase"] == "train"
+        self.model.train(trains)
+        made = make_inputs(example, self.model.config, work, estimator)
+        inputs = {name: each.to(device, dtype if each.is_floating_point() else None) for name, each in made.items()}
+        inner = make_pass(self.model, called, example, inputs, estimator.has_decoder, trains)
         if trains:
             self._set_optimizer("adamw")
         optimizer, micro = self.optimizer, asked.get("grad_accum", 1)
@@ -138,13 +139,32 @@ class KindsRunner(Runner):
         return run
 
 
-def _narrow_pixels(step: Any, dtype: Any) -> None:
-    """Pixels and spectrograms in the format of the weights, as a user's loop hands them in."""
-    for cell in step.__closure__ or ():
-        if isinstance(cell.cell_contents, dict):
-            for name, value in cell.cell_contents.items():
-                if hasattr(value, "is_floating_point") and value.is_floating_point():
-                    cell.cell_contents[name] = value.to(dtype)
+def make_pass(
+    model: Any, called: Any, example: Any, inputs: Json, has_decoder: bool, trains: bool
+) -> Callable[[], Any]:
+    """Forward and backward on the model's own loss, or on the sum of what it returns; or forward alone."""
+    import torch
+
+    from flopcalc.measure.hf.examples import takes
+    from flopcalc.measure.hf.verify import pick
+
+    extra = dict(example.call) | ({"use_cache": False} if takes(model, "use_cache") else {})
+    if not trains:
+
+        def forward() -> None:
+            with torch.no_grad():
+                called(**inputs, **extra)
+
+        return forward
+    if example.loss == "labels":
+        labels = inputs["decoder_input_ids" if has_decoder else "input_ids"].clone()
+        return lambda: called(**inputs, labels=labels, **extra).loss.backward()
+
+    def train() -> None:
+        out = called(**inputs, **extra)
+        sum(pick(out, name).float().sum() for name in example.loss.split()).backward()
+
+    return train
 
 
 def measure(number: int, out: Path, names: list[str], device: str, budget_s: float) -> None:

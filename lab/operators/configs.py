@@ -249,7 +249,11 @@ def make_tiny(example: Example, tiny: Json, preset: Json) -> Json:
     config = put_flags(tiny, preset)
     if find_share(config) != find_share(tiny):
         config = fit_sections(config)
-    return round_heads(example, widen(deepen(config)))
+    made = round_heads(example, widen(deepen(config)))
+    text = made.get("text_config", {})
+    if "max_position_embeddings" in text:  # room for the longer of two workloads with images
+        text["max_position_embeddings"] = max(32, text["max_position_embeddings"])
+    return made
 
 
 def fit_sections(config: Json) -> Json:

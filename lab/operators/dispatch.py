@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -395,6 +396,10 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
     ) -> Any:
         if query.dim() != 4:
             return before(query, key, value, attn_mask, *args, **kwargs)
+        if isinstance(attn_mask, torch.Tensor) and attn_mask.requires_grad:  # no fused kernel has a mask's gradient
+            tracing.add("attend", "attention_plain")
+            with sdpa_kernel(SDPBackend.MATH):
+                return before(query, key, value, attn_mask, *args, **kwargs)
         return _Attend.apply(tracing, attn_mask is not None, *narrow((query, key, value)))  # type: ignore[no-untyped-call]
 
     def drop(given: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

@@ -45,6 +45,7 @@ class WorkDefaults(NamedTuple):
     scan_flops_per_byte: Mapping[str, float]
     mix_flops_per_byte: float
     free_share: float
+    compiled_keeps: float
     filled_share: float
 
 

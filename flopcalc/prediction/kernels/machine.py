@@ -246,8 +246,9 @@ class Machine:
         if self.plain is not self:
             return self.plain.time_attention(call)
         error = self._find_error("attention")
-        if call.kernel == "eager":
-            return KernelTime(self._time_eager(call), error, self.is_measured)
+        if call.kernel in ("eager", "math"):
+            machine = self._find_other("fp32") if call.kernel == "math" else self
+            return KernelTime(machine._time_eager(call), error, self.is_measured)
         tables = self.constants["attention"]
         kernel: FusedKernel = call.kernel or self.device.sdpa or "flash"
         asked = tables.get(kernel) or next(iter(tables.values()))

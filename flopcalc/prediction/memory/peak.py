@@ -159,13 +159,14 @@ def predict_memory(
 ) -> Memory:
     """Bytes of one step; the recipe (what trains, what is recomputed) is the estimator's.
 
-    `attention` is eager, sdpa or one of its kernels; `execution` fused keeps what fused kernels do, all others what the
-    eager code does; `is_adding`: gradients of several micro-batches add up, so they stay all the while. Number formats
+    `attention` is eager, sdpa or one of its kernels; `execution` fused keeps what fused kernels do, eager what HF's code
+    does; `is_adding`: gradients of several micro-batches add up, so they stay all the while. Number formats
     are the estimator's; `dtype` takes another for all that is plain.
     """
     if not estimator.trains(load):
         estimator, width, _ = _match_dtype(estimator, dtype, execution)
-        return _infer(Serving(estimator, load, width, attention, execution), shards)
+        how: Execution = "fused" if execution == "fused" else "eager"
+        return _infer(Serving(estimator, load, width, attention, how), shards)
     tensors = list_tensors(estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution)
     return count_memory(tensors, shards, is_adding=is_adding)
 
@@ -195,7 +196,7 @@ def list_tensors(
     chosen = _STATES[optimizer]
     each = chosen.gradient_bytes or step.trained_bytes
     found = Operators((), (), (), True)
-    if execution != "fused":
+    if execution == "eager":
         found = list_operators(estimator, load, step.attention, step.bytes)
     if estimator.recipe.clipping != "none":
         step.notes.append("gradients per sample, which clipping needs, are left out")
@@ -215,6 +216,8 @@ def list_tensors(
         if chosen.has_master:
             head = sum(each.size.n * each.size.k * step.bytes for each in heads if estimator.recipe.lora is None)
             dummies = _list_dummies(products)
+    elif execution != "eager":
+        loss = numbers * (step.bytes + FLOAT)  # logits, and their gradient before it is narrowed
     else:
         # log_softmax keeps its result, in float32 unless what was saved is less; its backward holds that, the loss's
         # gradient and its own at once.

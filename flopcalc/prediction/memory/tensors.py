@@ -18,6 +18,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Linear, Norm, Op, Pointwise, Stage, iterate, join
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
+from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.operators import Operators, SavedTensor
 from flopcalc.prediction.tensor_parallel import count_chains, list_wide_saved
 
@@ -119,7 +120,9 @@ class Step:
         self.call = _find_last_call(load) if load.phase == "decode" else load
         self.bytes = dtype_bytes
         self.input_bytes = input_bytes or dtype_bytes  # of what products keep of their inputs
-        self.is_fused = execution == "fused"
+        self.is_fused = execution != "eager"
+        # torch.compile keeps what fused kernels do, and a little more.
+        self.kept_share = load_defaults().work.compiled_keeps if execution in ("compiled", "graphs") else 1.0
         self.expert_imbalance = expert_imbalance  # rows that experts get over the mean
         self.is_light = is_light and self.is_fused  # what norms and activation functions make is made again
         is_eager = attention == "eager" or (not self.is_fused and not estimator.spec.has_sdpa)
@@ -130,7 +133,7 @@ class Step:
         self.has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
         adapter = estimator.formats.adapter
         self.trained_bytes = find_computed(adapter or estimator.formats.model).bits // 8
-        code = "what fused kernels keep" if self.is_fused else "HF's model in eager mode"
+        code = "HF's model in eager mode" if execution == "eager" else f"what {execution} kernels keep"
         self.notes: list[str] = [f"{code}; the allocator's rounding is left out"]
         if adapter == "fp32" and dtype_bytes != FLOAT:
             self.notes.append("LoRA's adapters in float32, as PEFT keeps them with a half-precision model")
@@ -198,6 +201,8 @@ class Step:
     def list_parts(self, found: Operators, gradient_bytes: int) -> tuple[list[Part], int]:
         """The stages in order of execution, and bytes that are saved outside of all of them."""
         saved = found.saved if found.is_recorded and not self.is_fused else self.list_usual()
+        if self.kept_share != 1:
+            saved = tuple(entry._replace(bytes=round(entry.bytes * self.kept_share)) for entry in saved)
         # HF embeds the text before it looks at images: autograd comes to the embedding last of all.
         stages = sorted(self.estimator.stages, key=lambda stage: not any(op.input_embedding for op in first_ops(stage)))
         places = [f"{stage.path}.*" if stage.repeated else stage.path for stage in stages]
