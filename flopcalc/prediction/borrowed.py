@@ -17,6 +17,7 @@ class StandIn(NamedTuple):
     name: str
     text: str  # path of its language model's layers
     vision: str = ""  # and of its tower's
+    places: str = ""  # what its recording calls the tower's rows, where they are not its patches
 
     def find_path(self, group: str) -> str:
         """The layers whose operators a group's layers borrow."""
@@ -26,7 +27,7 @@ class StandIn(NamedTuple):
 TEXT = StandIn("llama", "model.layers")
 EXPERTS = StandIn("olmoe", "model.layers")
 ENCODER = StandIn("bert", "bert.encoder.layer")
-TOWER = StandIn("vit", "vit.layers", "vit.layers")
+TOWER = StandIn("vit", "vit.layers", "vit.layers", "sum:image:t#(h#w&marks)")
 SEEING = StandIn("qwen2_vl", "model.language_model.layers", "model.visual.blocks")
 
 
@@ -48,6 +49,7 @@ class Borrowed(NamedTuple):
     sizes: Mapping[str, int]
     rows: int  # that pass in one call
     window: int = 0  # of attention: how many keys back a query sees
+    pairs: int = 0  # of attention: queries by the keys that a kernel reads
 
 
 class _Roles(NamedTuple):
@@ -136,7 +138,7 @@ def borrow_layer(
             after = find_reader(ops, i)
             window = op.rows.window if isinstance(op.rows, Pairs) else 0
             if after is not None and rows:
-                found.append(Borrowed(roles.attend, name, {**sizes, **own}, count_rows(after), window))
+                found.append(Borrowed(roles.attend, name, {**sizes, **own}, count_rows(after), window, rows))
             linears, is_behind = [], False
         elif isinstance(op, Pointwise) and linears and not is_behind:
             found += _borrow_function(roles, op, linears, ops[i:], sizes, count_rows)

@@ -465,7 +465,7 @@ class Clock:
             others = {"device": widths["other_device"], "host": own["spread"] if own else widths["other_host"]}
             mixed = host_share * others["host"] + (1 - host_share) * others["device"]
             wide += max(others[bound], mixed)
-        times = 1.0 if self.is_recorded else 2.0
+        times = 1.0 if self.is_recorded else widths["borrowed"]
         if bound == "device":
             total = sum(piece.seconds for piece in self.pieces)
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0

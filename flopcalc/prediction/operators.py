@@ -172,6 +172,9 @@ class _Reader:
         self.rows: dict[tuple[str, str, PassDirection, str, int, int, bool], int] = {}  # an operator without its count
         self.saved: dict[tuple[str, str, int, bool], int] = {}
         self.features = list_features(estimator, load)
+        if load.decoder is None:  # a decoder recorded beside its encoder, here by itself
+            own = {"made": "tokens", "made_seq": "seq", "made_pairs": "pairs", "made_square": "square"}
+            self.features |= {name: self.features[alone] for name, alone in own.items()}
         self.calls = load.seq if load.phase == "decode" else 1
         self.has_images = bool(load.all_grids)
         name = str(estimator.source.config["model_type"])
@@ -396,6 +399,8 @@ class _Reader:
     def _make_scope(self, each: Borrowed) -> Scope:
         """The features and sizes of a borrowed module; what the stand-in runs over tokens or patches, over its rows."""
         features = {**self.features, "tokens": each.rows, "patches": each.rows}
+        if self.stand_in is not None and (places := self.stand_in.places):
+            features |= {places: each.rows, f"{places}##2": each.pairs}
         if each.window and self.load.phase == "decode":  # a full window's cache: what it keeps, and with the new row
             rows, keys = self.load.rows, min(self.features["keys"], each.window)
             features |= {"past": rows * (keys - 1), "pairs": rows * keys, "cached": rows * keys, "keys": keys}

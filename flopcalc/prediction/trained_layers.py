@@ -43,7 +43,7 @@ def find_states(estimator: Estimator, load: Workload) -> dict[tuple[str, int | N
         trains = is_train and (row.trainable > 0 or (row.trains_weight and bool(op.tied)))
         if trains and op.kind in ("linear", "conv", "embed") and not row.trains_weight:
             adapted.add((name, find_trained_rank(row)))
-        elif trains:
+        elif trains or (op.kind == "attend" and weights):  # a bias of its scores trains where its projections do
             weights.add(name.rpartition(".")[0] if op.kind == "param" else name)
         elif not is_train and (rank := row.rank):
             adapted.add((name, rank))

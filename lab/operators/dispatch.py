@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -384,6 +383,18 @@ class _Normalize(torch.autograd.Function):
         return None, None, own, out
 
 
+def _attend_plainly(
+    query: Any, key: Any, value: Any, mask: Any, dropout_p: float = 0.0, scale: float | None = None, **_named: object
+) -> Any:
+    """SDPA's plain products, as PyTorch runs them on a GPU in a half-precision model: in float32."""
+    root = (scale if scale is not None else query.shape[-1] ** -0.5) ** 0.5
+    scores = (query.float() * root) @ (key.float() * root).transpose(-2, -1)
+    weights = torch._safe_softmax(scores.add_(mask), -1)
+    if dropout_p:
+        weights = torch.native_dropout(weights, dropout_p, True)[0]
+    return (weights @ value.float()).to(query.dtype)
+
+
 @contextmanager
 def _fused(tracing: _Tracing) -> Iterator[None]:
     """Inside, attention and dropout are one operator each, as a GPU's fused kernels are, and lists are seen made."""
@@ -398,8 +409,7 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
             return before(query, key, value, attn_mask, *args, **kwargs)
         if isinstance(attn_mask, torch.Tensor) and attn_mask.requires_grad:  # no fused kernel has a mask's gradient
             tracing.add("attend", "attention_plain")
-            with sdpa_kernel(SDPBackend.MATH):
-                return before(query, key, value, attn_mask, *args, **kwargs)
+            return _attend_plainly(query, key, value, attn_mask, **kwargs)
         return _Attend.apply(tracing, attn_mask is not None, *narrow((query, key, value)))  # type: ignore[no-untyped-call]
 
     def drop(given: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

@@ -27,7 +27,7 @@ MODELS = (
     "mamba-130m", "gemma-4-e2b", "jamba-1.5-mini", "llama-4-scout", "minicpm3-4b", "qwen3.5-9b", "glm-5", "kimi-k2.5",
     "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "exaone-4.5-33b", "lfm2.5-vl-1.6b",
 )  # fmt: skip
-BORROWING = [name for name in list_types() if load_file(name) is None]
+BORROWING = [name for name in list_types() if load_file(load_truth(name).entries[0].config["model_type"]) is None]
 PRESETS = [
     name
     for name, path in NAMED.items()

@@ -159,9 +159,9 @@ def predict_memory(
 ) -> Memory:
     """Bytes of one step; the recipe (what trains, what is recomputed) is the estimator's.
 
-    `attention` is eager, sdpa or one of its kernels; `execution` fused keeps what fused kernels do, eager what HF's code
-    does; `is_adding`: gradients of several micro-batches add up, so they stay all the while. Number formats
-    are the estimator's; `dtype` takes another for all that is plain.
+    `attention` is eager, sdpa or one of its kernels; `execution` eager keeps what HF's code does, others what fused
+    kernels do; `is_adding`: gradients of several micro-batches add up, so they stay all the while. Number formats are
+    the estimator's; `dtype` takes another for all that is plain.
     """
     if not estimator.trains(load):
         estimator, width, _ = _match_dtype(estimator, dtype, execution)

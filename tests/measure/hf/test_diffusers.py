@@ -60,11 +60,10 @@ LIGHT = [("FluxTransformer2DModel 0", "lora"), ("UNet2DConditionModel 0", "plain
 
 def find_text(name: str, config: dict[str, Any], usual: int = 5) -> int:
     """The length of the text: some classes read none, others one length alone."""
-    return (
-        0
-        if name in ("DiTTransformer2DModel", "UNet2DModel")
-        else config.get("text_len", 512 if config.get("image_dim") else usual)
-    )
+    if name in ("DiTTransformer2DModel", "UNet2DModel"):
+        return 0
+    fixed = config.get("text_len", config.get("num_embeddings") if name == "PriorTransformer" else None)
+    return fixed or (512 if config.get("image_dim") else usual)
 
 
 def make_grid(name: str, size: int) -> tuple[int, int, int]:
