@@ -1,6 +1,6 @@
 """A blind test of the kinds of steps that rounds of text models leave out: encoders, sound, images, autocast, heads.
 
-    python -m lab.blind.kinds predict|measure|report [--round N]
+    python -m lab.blind.kinds predict|measure|report|coverage [--round N] [--page PAGE]
 
 The protocol, fixed before anything was measured:
 
@@ -11,6 +11,7 @@ The protocol, fixed before anything was measured:
   without pause by the device's clock, the middle of all steps of a run; each step is run in as many processes as
   `measure` is called.
 - All steps count; a step that fails says why. `report` reads the host's pace from the probe, as in steps.py.
+- `coverage` sums all blind rounds, those of steps.py too, by what a prediction rested on, with what this code says.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from flopcalc.measure.predictor.runs import Runner
+from lab.blind.rounds import put_between
 
 Json = dict[str, Any]
 FOLDER = Path(__file__).parent / "kinds"
+NUMBERS = sorted(int(path.stem) for path in FOLDER.glob("*.json"))
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 VERSION = "5.17"  # of transformers on the device
 FACTORS = (0.8, 1.0, 1.25)  # of the host, that predictions are written for
@@ -62,8 +65,8 @@ def predict_step(step: Json, factor: float) -> Any:
     )  # fmt: skip
 
 
-def write_predictions(number: int) -> None:
-    steps = {}
+def make_predictions(number: int) -> Json:
+    steps: Json = {}
     for name, step in load_steps(number).items():
         found = {factor: predict_step(step, factor) for factor in FACTORS}
         usual = found[1.0]
@@ -74,8 +77,8 @@ def write_predictions(number: int) -> None:
             "memory_bytes": usual.memory.peak if usual.memory is not None else None,
             "seconds": {str(factor): list(each.step_time_s) for factor, each in found.items()},
         }
-        print(f"{name}: {usual.step_time_s}", flush=True)
-    _name_result(number, "predictions").write_text(json.dumps(steps, indent=1) + "\n")
+        print(f"{name}: {usual.step_time_s}", file=sys.stderr, flush=True)
+    return steps
 
 
 def _name_result(number: int, what: str) -> Path:
@@ -206,12 +209,14 @@ def compare(predicted: Json, runs: list[Json], probe_s: float) -> Json:
     }  # fmt: skip
 
 
-def compare_all(number: int) -> dict[str, Json]:
+def compare_all(number: int, predicted: Json | None = None) -> dict[str, Json]:
+    """Every step that was measured, beside what was said before, or beside other predictions."""
     from flopcalc.prediction.kernels.constants import load_predictor
 
     constants = load_predictor("h200-sxm")
     assert constants is not None
-    predicted = json.loads(_name_result(number, "predictions").read_text())
+    if predicted is None:
+        predicted = json.loads(_name_result(number, "predictions").read_text())
     measured = json.loads(_name_result(number, "steps").read_text())
     runs: dict[str, list[Json]] = defaultdict(list)
     for case in measured["cases"]:
@@ -249,19 +254,60 @@ def report(number: int) -> str:
     return f"{first}\n\n{format_grid(['kind', 'median error', 'worst', 'inside'], summary, 'github')}"
 
 
+def list_evidence() -> Iterator[tuple[str, list[Json], list[Json]]]:
+    """A class of evidence, its steps as predicted before they were measured, and as this code predicts them."""
+    from lab.blind import steps
+
+    for kind in ("dense", "experts", "lora", "vision"):
+        rows = []
+        for number in steps.NUMBERS:
+            steps.choose_round(number)
+            if steps.ROUND.models:
+                names = (steps.RESULTS / steps.ROUND.name_result(what) for what in ("steps", "predictions"))
+                rows += [row for row in steps.list_rows(*names) if row["kind"] == kind]
+        yield f"measured models: {kind}", rows, []
+    found: dict[str, tuple[list[Json], list[Json]]] = defaultdict(lambda: ([], []))
+    for number in NUMBERS:
+        for place, rows in enumerate((compare_all(number), compare_all(number, make_predictions(number)))):
+            for name, row in rows.items():
+                is_recorded = compare_all(number)[name]["is_recorded"]
+                found["recorded types" if is_recorded else "borrowed operators"][place].append(row)
+    for title, (before, today) in found.items():
+        yield title, before, today
+
+
+def report_coverage() -> str:
+    """A line per class of evidence: how many of its steps lie inside their intervals."""
+    from flopcalc.base.text_table import format_grid
+    from lab.blind.steps import summarize
+
+    lines = [
+        [title, len(before), summarize(before), summarize(today) if today else ""]
+        for title, before, today in list_evidence()
+    ]
+    return format_grid(["evidence", "steps", "before: median / worst / inside", "this code"], lines, "github")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("what", choices=("predict", "measure", "report"))
-    parser.add_argument("--round", type=int, default=1)
+    parser.add_argument("what", choices=("predict", "measure", "report", "coverage"))
+    parser.add_argument("--round", type=int, choices=NUMBERS, default=1)
     parser.add_argument("--out", type=Path, help="measure: the file to write")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--only", action="append", default=[], help="measure this step only; repeatable")
+    parser.add_argument("--page", type=Path, help="report, coverage: write the tables between their marks in this page")
     given = parser.parse_args()
     if given.what == "predict":
-        write_predictions(given.round)
-    elif given.what == "report":
-        print(report(given.round))
+        text = json.dumps(make_predictions(given.round), indent=1)
+        _name_result(given.round, "predictions").write_text(f"{text}\n")
+    elif given.what in ("report", "coverage"):
+        is_report = given.what == "report"
+        shown = report(given.round) if is_report else report_coverage()
+        print(shown)
+        if given.page is not None:
+            name = f"round {given.round} of kinds" if is_report else "the coverage"
+            put_between(given.page, f"<!-- tables of {name} -->", f"<!-- end of the tables of {name} -->", shown)
     elif given.out is None:
         parser.error("measure: --out FILE says where the times go")
     else:

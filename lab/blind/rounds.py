@@ -125,3 +125,10 @@ def resize(preset: str, layers: tuple[int, int], text: Json) -> Json:
             if width in each:
                 each[width] = text["hidden_size"]
     return {**config, "vision_config": vision}
+
+
+def put_between(page: Path, start: str, end: str, shown: str) -> None:
+    """Write tables between their marks in a page."""
+    before, rest = page.read_text(encoding="utf-8").split(start, 1)
+    after = rest.split(end, 1)[1]
+    page.write_text(f"{before}{start}\n{shown}\n{end}{after}", encoding="utf-8")

@@ -49,7 +49,7 @@ from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.predictor.fit.cases import ModelledCase, find_random, model_cases
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 from flopcalc.prediction.kernels.defaults import load_defaults
-from lab.blind.rounds import NUMBERS, Adapter, Model, Step, load_round
+from lab.blind.rounds import NUMBERS, Adapter, Model, Step, load_round, put_between
 
 Json = dict[str, Any]
 FITTED = (1, 2, 3, 5, 6, 7, 8, 9)  # rounds whose large steps were known when the shipped predictor was fitted
@@ -658,9 +658,7 @@ def main() -> int:
         shown = make_page() if given.command == "report" else summarize_rounds()
         print(shown)
         if given.page is not None:
-            before, rest = given.page.read_text(encoding="utf-8").split(start, 1)
-            after = rest.split(end, 1)[1]
-            given.page.write_text(f"{before}{start}\n{shown}\n{end}{after}", encoding="utf-8")
+            put_between(given.page, start, end, shown)
     else:
         if given.out is None:
             parser.error("measure needs --out DIR")
