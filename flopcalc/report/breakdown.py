@@ -81,7 +81,8 @@ def describe_work(estimate: Estimate) -> str:
     if estimator.head != "lm":
         pieces.append(f"head {estimator.head}")
     if recipe.lora:
-        pieces.append(f"LoRA r={recipe.lora.r} on {'+'.join(recipe.lora.targets)}")
+        without = f" without {'+'.join(recipe.lora.exclude)}" if recipe.lora.exclude else ""
+        pieces.append(f"LoRA r={recipe.lora.r} on {'+'.join(recipe.lora.targets)}{without}")
     if recipe.train_only:
         pieces.append(f"only {', '.join(recipe.train_only)} trains")
     if recipe.freeze:

@@ -179,7 +179,7 @@ class SetupKeywords(TypedDict, total=False):
     # what trains
     freeze: Annotated[Texts, Field("Freeze what matches: a glob of module paths, or vision|audio|projector|language; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
     train_only: Annotated[Texts, Field("Train only what matches: patterns as for freezing; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
-    lora: Annotated[Lora | Mapping[str, Any] | str, Field("LoRA as PEFT applies it; save=… also trains these modules, dtype=bf16 keeps adapters in bf16.", "training", _ALL + "K", "lora", "r=16,targets=q_proj+v_proj")]
+    lora: Annotated[Lora | Mapping[str, Any] | str, Field("LoRA as PEFT applies it; save=… also trains these modules, exclude=… leaves these without, dtype=bf16 keeps adapters in bf16.", "training", _ALL + "K", "lora", "r=16,targets=q_proj+v_proj")]
     recompute: Annotated[Recompute | str | Sequence[str], Field("Gradient checkpointing. full: HF's default; full-reentrant: use_reentrant=True{L:; a plan also takes light (norms, activations), selective (attention), offload and half (every second layer), and tries several with commas}.", "training", _ALL + "K", "recomputes", "none|{ECXTPBK:full|full-reentrant}{L:light|selective|…}", default="{ECXTPBK:none}")]
     gradient_checkpointing: Annotated[bool, Field("The same as recompute full.", "training", _ALL + "K", "flag")]
     clipping: Annotated[Clipping, Field("Per-sample clipping (DP-SGD) as in Opacus; counted under convention hardware.", "training", "ECXTB", "word", words=CLIPPING, default="none")]

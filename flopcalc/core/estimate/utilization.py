@@ -306,16 +306,22 @@ def describe_least_time(
 
 
 def _describe_weights(estimate: Estimate, device: Device, least_s: float) -> tuple[str, list[str]]:
-    """How long reading the weights once takes, where that is longer, and that they do not fit, where they do not."""
+    """How long reading the weights once takes, where that is longer, and that they do not fit, where they do not.
+
+    Each replica reads all weights; training may divide what it stores among all GPUs, as ZeRO-3 does.
+    """
     stored, counts = sum(each.total_bytes for each in estimate.weights), estimate.parameters
+    group = estimate.gpus // estimate.replicas
+    holders = estimate.gpus if estimate.trained.terms[0].load.phase == "train" else group
     used = stored * counts.get("active", counts["total"]) // max(1, counts["total"])
     reads, room = "", []
     if device.bandwidth_gb_per_s is not None:
-        seconds = used / (device.bandwidth_gb_per_s * 1e9 * estimate.gpus)
+        seconds = used / (device.bandwidth_gb_per_s * 1e9 * group)
         if seconds > least_s:
-            reads = f", and to read {format_bytes(used)} of weights at least {format_seconds(seconds)}"
-    if device.memory_gb is not None and stored > device.memory_gb * 2**30 * estimate.gpus:
-        where = f"{estimate.gpus} × {device.name} ({device.memory_gb:g} GB each)"
+            who = f" for each {f'group of {group} GPUs' if group > 1 else 'GPU'}" if estimate.replicas > 1 else ""
+            reads = f", and{who} to read {format_bytes(used)} of weights at least {format_seconds(seconds)}"
+    if device.memory_gb is not None and stored > device.memory_gb * 2**30 * holders:
+        where = f"{holders} × {device.name} ({device.memory_gb:g} GB each)"
         room = [f"the weights alone, {format_bytes(stored)}, do not fit on {where}"]
     return reads, room
 

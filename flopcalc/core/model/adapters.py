@@ -51,6 +51,13 @@ def read_adapter(config: dict[str, Any], where: str) -> AdapterConfig:
 
 def _list_others(config: dict[str, object]) -> str:
     """Settings that change what is computed, and are left out."""
-    switches = ("use_dora", "rank_pattern", "layers_to_transform", "layers_pattern", "megatron_config")
+    switches = (
+        "use_dora",
+        "rank_pattern",
+        "layers_to_transform",
+        "layers_pattern",
+        "exclude_modules",
+        "megatron_config",
+    )
     found = [name for name in switches if config.get(name)]
     return f"; {', '.join(found)} not applied" if found else ""

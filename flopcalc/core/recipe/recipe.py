@@ -13,7 +13,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size, parse_size
 from flopcalc.base.vocabulary import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
-_LORA_KEYS = ("r", "targets", "save", "dtype")
+_LORA_KEYS = ("r", "targets", "save", "dtype", "exclude")
 REGEX = "re:"  # before a target that is a regular expression for whole names, as PEFT takes a single text
 
 
@@ -21,13 +21,15 @@ REGEX = "re:"  # before a target that is a regular expression for whole names, a
 class Lora(Value):
     """PEFT's LoRA: rank, targets by name suffix, modules to save.
 
-    'all-linear' is every linear layer but the head; a target that begins with 're:' is a regular expression.
+    'all-linear' is every linear layer but the head; a target that begins with 're:' is a regular expression. What
+    `exclude` matches gets no adapter: patterns as those of freeze.
     """
 
     r: int
     targets: tuple[str, ...]
     save: tuple[str, ...] = ()
     dtype: str = ""  # of its matrices; empty: PEFT's default, float32 with a half-precision model
+    exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -39,6 +41,7 @@ class Lora(Value):
                 find_matches(target.removeprefix(REGEX), (), "lora target", RecipeError)
         put(self, "r", check_size(self.r, "lora r"))
         put(self, "save", _patterns(self.save, "lora save"))
+        put(self, "exclude", _patterns(self.exclude, "lora exclude"))
         if not isinstance(self.dtype, str) or self.dtype:
             put(self, "dtype", parse_compute(self.dtype, "lora dtype"))
             if not find_computed(self.dtype).is_everywhere or self.dtype == "tf32":
@@ -95,6 +98,8 @@ class Recipe(Value):
             shown["lora"] = {"r": self.lora.r, "targets": list(self.lora.targets), "save": list(self.lora.save)}
             if self.lora.dtype:  # a trace is kept under this, and its own default has none
                 shown["lora"]["dtype"] = self.lora.dtype
+            if self.lora.exclude:
+                shown["lora"]["exclude"] = list(self.lora.exclude)
         if self.trained is not None:
             shown["read_from_model"] = {"trained": len(self.trained), "adapted_modules": len(self.adapters)}
         return shown
@@ -149,7 +154,7 @@ def _make_lora(value: Lora | Mapping[str, Any] | str | None) -> Lora | None:
     unknown = [key for key in value if key not in _LORA_KEYS]
     if unknown:
         raise RecipeError(f"lora: unknown key {format_value(unknown[0])}; known: {', '.join(_LORA_KEYS)}")
-    return Lora(value.get("r", 8), value.get("targets", ()), value.get("save", ()), value.get("dtype") or "")
+    return Lora(**{"r": 8, "targets": (), **value, "dtype": value.get("dtype") or ""})
 
 
 def parse_lora(text: str) -> dict[str, Any]:
@@ -163,7 +168,7 @@ def parse_lora(text: str) -> dict[str, Any]:
         key = key.strip()
         if not equals or key not in _LORA_KEYS:
             raise RecipeError(
-                f"lora: {format_value(piece)} is not r=…, targets=…, save=… or dtype=…, "
+                f"lora: {format_value(piece)} is not r=…, targets=…, save=…, exclude=… or dtype=…, "
                 "as in r=16,targets=q_proj+v_proj"
             )
         if key in found:

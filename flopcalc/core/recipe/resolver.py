@@ -44,6 +44,7 @@ class Resolver:
         self._freeze = [_Pattern(pattern) for pattern in recipe.freeze]
         self._targets: list[_Suffix] = []
         self._save = [_Ending(name) for name in recipe.lora.save] if recipe.lora else []
+        self._exclude = [_Pattern(pattern) for pattern in recipe.lora.exclude] if recipe.lora else []
         self._adapts_any = False
         self._adapters = dict(recipe.adapters)
         # Target names that PEFT maps to bare parameters (fused experts, routers), for modules no longer of that name.
@@ -117,6 +118,8 @@ class Resolver:
                     "would copy the adapter; give the whole last name of what is to be saved"
                 )
             rank = 0  # PEFT adapts nothing that it saves
+        spared = [pattern.matches(path, group) for pattern in self._exclude]  # a list: every one must be seen
+        rank *= not any(spared)
         self._adapts_any = self._adapts_any or rank > 0
         trains = [not self._frozen(f"{path}.lora_{side}.default.weight", group) for side in "AB"]
         return State(
@@ -204,6 +207,7 @@ class Resolver:
             ("train_only", self._only),
             ("lora target", self._targets),
             ("lora save", self._save),
+            ("lora exclude", self._exclude),
         ):
             for pattern in patterns:
                 if not pattern.is_used:
@@ -222,7 +226,8 @@ class Resolver:
             if whole:
                 raise RecipeError(f"lora save: {whole[0]} holds other modules; name those that are to be saved")
         if self._targets and not self._adapts_any:
-            raise RecipeError("lora: every target is in save too, and PEFT adapts nothing that it saves")
+            which = "exclude" if self._exclude else "save too, and PEFT adapts nothing that it saves"
+            raise RecipeError(f"lora: every target is in {which}")
 
 
 def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: Clipping) -> None:

@@ -456,5 +456,6 @@ def _plain_recipe(recipe: Recipe, expected: _ExpectedCounts, model: Any) -> dict
             "r": recipe.lora.r,
             "targets": targets[0].removeprefix(REGEX) if is_text else list(targets),
             "save": list(recipe.lora.save),
+            "exclude": spell_out(recipe.lora.exclude),
         }
     return plain

@@ -271,6 +271,7 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
             LoraConfig(
                 r=lora["r"],
                 target_modules="all-linear" if "all-linear" in targets else list(targets),
+                exclude_modules=[name for name, _ in model.named_modules() if _matches(name, lora.get("exclude", ()))],
                 modules_to_save=list(lora["save"]) if lora.get("save") else None,
                 lora_dropout=0.0,
                 task_type=_find_task(model),

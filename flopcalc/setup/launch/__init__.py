@@ -61,7 +61,7 @@ def read_launch(launch: Any) -> Launch:
         values = read_script(path) if path.endswith(".sh") else None
         values = values or _flatten(read_table(path, "a launch file other than a .sh script", "launch", ConfigError))
         table = _detect(values, path)
-        settings.add_file(os.path.basename(path), table["name"])
+        settings.add_file(os.path.basename(path), table)
         frameworks.append(str(table["name"]))
         keys: Mapping[str, str] = table["keys"]
         for pattern, name in table.get("objectives", {}).items():
@@ -128,8 +128,17 @@ def apply_launch(launch: object, command: Command, given: Mapping[str, Any], mod
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
         raise ConfigError(f"{', '.join(found.files)}: no known model in it; name the model yourself")
-    if "freeze" in taken and bind_config(own, download="download" in given).vision is None:
-        del taken["freeze"]  # of towers that a text model has not
+    if "freeze" in taken:
+        parts, keys = taken.pop("freeze")
+        how = {word: given.get(word) for word in ("spec", "model_type")}
+        groups = {stage.group for stage in bind_config(own, download="download" in given, **how).model.stages}
+        names = tuple(part for part in parts if part in groups)  # a text model has no towers
+        lora = taken.get("lora")
+        if names and lora is not None:
+            said_by = ", ".join(dict.fromkeys(f"{lora.key}, {keys}".split(", ")))
+            taken["lora"] = Taken({**lora.value, "exclude": names}, said_by)
+        elif names:
+            taken["freeze"] = Taken(names, keys)
     said = set(given) | ({"model"} if model is not None else set())
     overridden = [word for word in taken if word in said or any(word in group and said & group for group in _TOGETHER)]
     kept = {word: each for word, each in taken.items() if word not in overridden}

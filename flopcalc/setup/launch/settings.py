@@ -19,6 +19,7 @@ _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16
           "objective.precomputed")  # fmt: skip
 _ADAPTERS = {"lora": True, "qlora": True, "longlora": True, "full": False, "none": False, "": False}
 _CHECKPOINTING = {"none": False, "full": True, "unsloth": True, "offload": True, "offload_disk": True}
+_PARTS = {"vision": ("vision", "audio")}  # what frameworks mean by a vision tower
 _REGEX_SIGNS = "*^$(|\\["
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
 
@@ -37,9 +38,13 @@ class LaunchSettings:
         self._said: dict[str, Taken] = {}
         self._file = ""
         self._framework = ""
+        self._spared: tuple[
+            str, ...
+        ] = ()  # where LoRA has no adapters: frozen parts, with named targets too, projector
 
-    def add_file(self, name: str, framework: str) -> None:
-        self._file, self._framework = name, framework
+    def add_file(self, name: str, table: Mapping[str, Any]) -> None:
+        self._file, self._framework = name, table["name"]
+        self._spared += tuple(table.get("spared_by_lora", ()))
 
     def take(self, word: str, value: object, key: str) -> bool:
         """Note a setting; whether its value is understood."""
@@ -82,9 +87,14 @@ class LaunchSettings:
             found.pop("grad_accum", None)  # which it decides
         found |= self._make_batch() | self._make_recompute() | self._make_lora() | self._make_formats()
         found |= self._make_objective(found)
-        frozen = {word: each.key for word, each in said.items() if word.startswith("freeze.") and each.value}
-        if frozen and "lora" not in found:  # LoRA freezes everything else anyway
-            names = tuple(word.removeprefix("freeze.") for word in frozen)
+        frozen = {word[7:]: each.key for word, each in said.items() if word.startswith("freeze.") and each.value}
+        if "lora" in found:  # it freezes everything else anyway; some frameworks also leave out its adapters there
+            is_all = found["lora"].value["targets"] == ("all-linear",)
+            frozen = frozen if (is_all and self._spared) or "named" in self._spared else {}
+            if is_all and "projector" in self._spared:
+                frozen.setdefault("projector", self._framework)
+        if frozen:
+            names = tuple(name for part in frozen for name in _PARTS.get(part, (part,)))
             found["freeze"] = Taken(names, ", ".join(dict.fromkeys(frozen.values())))
         return found
 

@@ -267,6 +267,19 @@ def test_a_share_formats_as_a_number() -> None:
             {"phase": "decode", "context": 4096, "seq_len": 1},
             ["this takes at least 0.15 ms, and to read 131.42 GiB of weights at least 42.12 ms", "do not fit on 1 ×"],
         ),
+        # Each replica reads all weights: more of them make a step no shorter, and hold no larger model.
+        (
+            {"phase": "decode", "context": 4096, "seq_len": 1, "gpus": 8},
+            ["0.15 ms, and for each GPU to read 131.42 GiB of weights at least 42.12 ms", "do not fit on 1 ×"],
+        ),
+        (
+            {"phase": "decode", "context": 4096, "seq_len": 1, "gpus": 8, "tp": 4},
+            ["0.04 ms, and for each group of 4 GPUs to read 131.42 GiB of weights at least 10.53 ms"],
+        ),
+        (
+            {"phase": "decode", "context": 4096, "seq_len": 1, "gpus": 8, "tp": 8},
+            ["0.02 ms, and to read 131.42 GiB of weights at least 5.27 ms"],
+        ),
         ({"seq_len": 4096, "gpus": 8}, ["this takes at least 1.79 s; "]),
     ],
 )

@@ -57,6 +57,7 @@ def trainable(recipe: dict[str, Any], config: dict[str, Any] = LLAMA) -> int:
         ({"lora": r"r=1,targets=re:.*\.(q|o)_proj|.*\.mlp\.up_proj"}, 3 * (48 + 48 + 64)),
         ({"lora": "r=1,targets=all-linear"}, 3 * (48 + 36 + 36 + 48 + 64 + 64 + 64)),
         ({"lora": "r=3,targets=embed_tokens"}, 3 * 50 + 3 * 24),
+        ({"lora": "r=2,targets=q_proj,exclude=model.layers.0+*.2.self_attn"}, 2 * 48),
     ],
 )
 def test_what_trains(recipe: dict[str, Any], expected: int) -> None:
@@ -76,6 +77,9 @@ def test_words_split_a_vision_language_model() -> None:
 
 def test_lora_reaches_towers() -> None:
     assert trainable({"lora": "r=1,targets=qkv"}, VLM) == 2 * (32 + 96)
+    towers = trainable({"lora": "r=1,targets=all-linear,exclude=language"}, VLM)
+    others = trainable({"lora": "r=1,targets=all-linear,exclude=vision+projector"}, VLM)
+    assert towers + others == trainable({"lora": "r=1,targets=all-linear"}, VLM)
 
 
 def test_a_tied_weight_trains_by_either_name() -> None:
@@ -106,6 +110,8 @@ def test_a_tied_weight_trains_by_either_name() -> None:
         ({"lora": "r=2,targets=q_proj,save=norm+s"}, "lora save: model.layers holds other modules"),
         ({"lora": "r=2,targets=q_proj,save=proj"}, "save proj is the end of model.layers.0.self_attn.q_proj too"),
         ({"lora": "r=2,targets=q_proj,save=q_proj"}, "every target is in save too"),
+        ({"lora": "r=2,targets=q_proj,exclude=*.q_proj"}, "every target is in exclude"),
+        ({"lora": "r=2,targets=q_proj,exclude=vision"}, "lora exclude 'vision' matches no module"),
         ({"lora": "r=2,targets=q_proj", "train_only": "lm_head"}, "train_only contradicts lora"),
         ({"lora": "r=2"}, "lora needs targets"),
         ({"lora": "r=2,targets="}, "lora targets: '' is not a pattern"),
