@@ -104,6 +104,8 @@ class CountedEstimator(Estimator):
             check_routing(model, routing)
         if self.is_diffusion and self.recipe.recompute == "full-reentrant":
             raise RecipeError(f"diffusers' gradient checkpointing is not reentrant: {spell('recompute', 'full')}")
+        if self.spec.unrecomputed and self.recipe.recompute != "none":
+            raise RecipeError(f"{spell('recompute')}: {self.spec.name} {self.spec.unrecomputed}")
         self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked, rules)
         self.asked_kernel = attention_kernel
         self.attention_kernel: PickedKernel = (

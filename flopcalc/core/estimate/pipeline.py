@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -21,13 +23,15 @@ from flopcalc.core.images.latents import Latents
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import Pipeline, read_pipeline
 from flopcalc.core.model.config import Source
-from flopcalc.core.model.ops import Op, Stage, Weighted
+from flopcalc.core.model.ops import Op, Pointwise, Stage, Weighted, join, map_ops
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.spec.spec import find_spec
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device
 
-_DENOISER, _TEXT, _IMAGE, _VAE, _BESIDE = "denoiser", "text_encoder", "image_encoder", "vae", "controlnet"
+_DENOISER, _TEXT, _IMAGE, _VAE, _BESIDE, _PERTURBED = (
+    "denoiser", "text_encoder", "image_encoder", "vae", "controlnet", "perturbed",
+)  # fmt: skip
 _COMPONENTS = {_TEXT: "text_encoder", _IMAGE: "vision", _VAE: "vae"}  # of all work in a part of this kind
 FROZEN = make_recipe(freeze=["*"])
 
@@ -130,10 +134,15 @@ class PipelineEstimator(Estimator):
                 if runs_of_steps > first:
                     load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
                     add(part.name, _DENOISER, part.estimator.estimate(load) * ((runs_of_steps - first) * passes))
+            elif part.kind == _PERTURBED:
+                if samples and pipeline is not None:
+                    load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
+                    add(f"{pipeline.denoiser}, perturbed", _DENOISER, part.estimator.estimate(load) * runs_of_steps)
             elif part.kind == _BESIDE:
                 load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
                 once = pipeline is not None and pipeline.tables.get("beside_once")  # with the prompt alone
-                add(part.name, _BESIDE, part.estimator.estimate(load) * (runs_of_steps * (1 if once else passes)))
+                times = 1 if once else passes + any(other.kind == _PERTURBED for other in self.parts)
+                add(part.name, _BESIDE, part.estimator.estimate(load) * (runs_of_steps * times))
             elif part.kind == _IMAGE:
                 add(part.name, _IMAGE, _encode_image(part, asked.batch))
             elif part.kind == _TEXT:
@@ -435,7 +444,26 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
             if kind == _DENOISER:
                 config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
             parts.append(PipelinePart(name, kind, make(_bind_part(source, name, kind, config), True)))
+    if pipeline.perturbed:
+        parts.append(PipelinePart(_DENOISER, _PERTURBED, make(_perturb(denoiser.model, pipeline.perturbed), True)))
     return PipelineEstimator(denoiser, pipeline, tuple(parts), tuple(pipeline.list_uncounted(source.config)))
+
+
+def _perturb(model: BoundModel, modules: Sequence[str]) -> BoundModel:
+    """The denoiser where these modules attend to nothing: every place keeps its own value (perturbed attention)."""
+    left = [name for module in modules for name in (module, f"{module}.to_q", f"{module}.to_k")]
+
+    def change(path: str, op: Op) -> Op:
+        if any(fnmatchcase(join(path, op.name), name) for name in left):
+            return Pointwise(name="", part=op.part, rows=op.rows)
+        return op.replace(again=True) if isinstance(op, Weighted) else op  # its weights are the denoiser's
+
+    def put(stage: Stage) -> Stage:
+        layers = enumerate(stage.layers, stage.first)
+        paths = ((f"{stage.path}.{number}" if stage.repeated else stage.path, chain) for number, chain in layers)
+        return stage.replace(layers=tuple(map_ops(chain, partial(change, path)) for path, chain in paths))
+
+    return replace(model, stages=tuple(put(stage) for stage in model.stages))
 
 
 def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
+    "perturbed",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -67,6 +68,11 @@ class Pipeline(Value):
     @property
     def image_encoders(self) -> tuple[str, ...]:
         return tuple(map(str, self.tables.get("image_encoders", ())))
+
+    @property
+    def perturbed(self) -> tuple[str, ...]:
+        """Modules whose attention a further run of every step leaves out (perturbed attention guidance)."""
+        return tuple(map(str, self.tables.get("perturbed", ())))
 
     @property
     def beside(self) -> tuple[str, ...]:

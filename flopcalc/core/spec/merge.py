@@ -19,11 +19,11 @@ SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
     "reentrant", "sums", "drop", "config_checks", "heads", "refused", "phases", "note", "nulls", "sdpa",
-    "conv1d", "untimed",
+    "conv1d", "untimed", "unrecomputed",
 }  # fmt: skip
 _MERGED = ("defaults", "nulls", "renamed", "dims", "checks", "blocks", "sums", "heads")  # merged key by key
 # Not of specs that extend it.
-_OWN = ("variants", "refused", "config_checks", "phases", "note", "sdpa", "conv1d", "untimed")
+_OWN = ("variants", "refused", "config_checks", "phases", "note", "sdpa", "conv1d", "untimed", "unrecomputed")
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 _PLACES = ("after", "before", "beside")

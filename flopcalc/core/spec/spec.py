@@ -145,6 +145,7 @@ class Spec(Value):
     has_sdpa: bool = True  # HF's class takes PyTorch's SDPA
     has_conv1d: bool = False  # its layers are transformers' Conv1D, not torch.nn.Linear
     untimed: str = ""  # why its time cannot be predicted
+    unrecomputed: str = ""  # why its class cannot run with gradient checkpointing
     own_ops: frozenset[str] = frozenset()  # names of the ops that a user's own file has; of a shipped one none
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
@@ -212,6 +213,7 @@ def read_spec(path: str) -> Spec:
         has_sdpa=tables.get("sdpa", True),
         has_conv1d=tables.get("conv1d", False),
         untimed=str(tables.get("untimed", "")),
+        unrecomputed=str(tables.get("unrecomputed", "")),
         own_ops=_list_own_ops(path),
         main_input=str(tables.get("main_input", "input_ids")),
     )

@@ -37,7 +37,7 @@ def test_command() -> None:
     assert pipelines["FluxKontextPipeline"]["spec"] == "FluxKontextPipeline"
     assert pipelines["WanAnimatePipeline"]["reason"] == "no spec of WanAnimateTransformer3DModel"
     text = CliRunner().invoke(models, ["--coverage", "diffusers"]).output
-    assert "perturbed attention guidance" in text
+    assert "its steps are blocks that the user puts together" in text
 
 
 def test_the_classes_are_those_of_the_installed_release() -> None:

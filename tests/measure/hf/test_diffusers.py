@@ -21,13 +21,17 @@ from diffusion import (
     TINY_VAES,
     apply_recipe,
     build,
+    count_step,
     find_differences,
     find_text_differences,
     find_vae_differences,
+    make_inputs,
 )
 
 from flopcalc import estimate_flops
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.model.components import count_calls, read_pipeline
+from flopcalc.core.spec.spec import find_spec
 from flopcalc.measure.counters.flop_counter import count_flops
 
 LORA: dict[str, Any] = {"lora": {"r": 2, "targets": ["to_q", "to_k", "to_v", "to_out.0"]}}
@@ -45,15 +49,17 @@ TARGETS = {
     "JoyImageEditPlusTransformer3DModel": ["img_attn_qkv", "txt_attn_qkv"],
     "PRXTransformer2DModel": ["img_qkv_proj", "to_out.0"],
 }
-# Classes that cannot checkpoint.
-SAVING = ("HunyuanDiT2D", "HunyuanImage", "LuminaNext", "PriorTransformer")
 FRAMES = (
     "Allegro", "AnyFlow", "Chrono", "CogVideoX", "Cosmos", "EasyAnimate", "HunyuanVideo", "JoyImageEditTransformer",
     "Kandinsky5", "LTX2Video", "LTXVideo", "Latte", "Mochi", "SanaVideo", "SkyReels", "Wan",
 )  # fmt: skip
 CONFIGS = {f"{name} {i}": (name, config) for name in TINY for i, config in enumerate((TINY[name], *MORE.get(name, [])))}
+SPECS = {name: find_spec(name) for name in TINY}
 CASES = [
-    (name, recipe) for name in CONFIGS for recipe in RECIPES if not (recipe.endswith("ed") and name.startswith(SAVING))
+    (case, recipe)
+    for case, (name, _) in CONFIGS.items()
+    for recipe in RECIPES
+    if not (recipe.endswith("ed") and SPECS[name].unrecomputed)
 ]
 LIGHT = [("FluxTransformer2DModel 0", "lora"), ("UNet2DConditionModel 0", "plain")]
 
@@ -81,6 +87,17 @@ def test_training_rows_are_equal(case: str, recipe: str) -> None:
     if "lora" in asked and name in TARGETS:
         asked = {**asked, "lora": {**asked["lora"], "targets": TARGETS[name]}}
     assert find_differences(name, config, 2, text, grid, asked) == {}
+
+
+@pytest.mark.parametrize("case", [case for case in CONFIGS if SPECS[CONFIGS[case][0]].unrecomputed])
+def test_checkpointing_is_refused_where_diffusers_cannot(case: str) -> None:
+    name, config = CONFIGS[case]
+    with pytest.raises(FlopcalcError, match="gradient checkpointing in diffusers"):
+        estimate_flops({"_class_name": name, **config}, images=[(64, 64)], recompute="full")
+    model = build(name, config)
+    with pytest.raises((ValueError, TypeError), match="checkpointing"):
+        apply_recipe(model, RECIPES["checkpointed"])
+        count_step(model, make_inputs(name, config, 1, find_text(name, config), make_grid(name, 4)), True)
 
 
 @pytest.mark.parametrize("name", mark_heavy(TINY))
