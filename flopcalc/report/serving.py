@@ -91,11 +91,16 @@ def _describe_objectives(found: ServingAnswer) -> list[str]:
             state = "met" if each["met"] else "missed"
             value = "-" if each["value_s"] is None else format_seconds(each["value_s"])
             lines.append(f"objective, {name} {format_seconds(each['limit_s'])} at {each['at']}: {state} ({value}); "
-                         f"holds up to {each['most_load']:,.4g} {unit}")  # fmt: skip
-    needed = found.objectives["gpus_needed"]
+                         f"holds up to {_show_load(each['most_load'])} {unit}")  # fmt: skip
+    needed, users = found.objectives["gpus_needed"], found.objectives.get("most_users")
+    most = f" ({users:,} users for each {found.gpus})" if users is not None else ""
     lines.append(f"goodput: {found.objectives['goodput_tokens_per_s']:,.0f} tokens/s; GPUs for this load: "
-                 f"{needed or 'no number of copies meets the objectives'}")  # fmt: skip
+                 f"{needed or 'no number of copies meets the objectives'}{most}")  # fmt: skip
     return [line for text in lines for line in wrap(text, rest="  ")]
+
+
+def _show_load(load: float) -> str:
+    return f"{load:,.0f}" if load >= 1000 else f"{load:.4g}"
 
 
 def describe_answer(found: ServingAnswer, has_load: bool = True) -> str:

@@ -49,6 +49,7 @@ class Engine(NamedTuple):
     kv_names: Mapping[str, str] = MappingProxyType({})  # our name of a cache's format -> the engine's
     switches: Mapping[str, str] = MappingProxyType({})  # field above one -> a flag without a value
     presence: Mapping[str, str] = MappingProxyType({})  # a flag without a value -> the field that it turns on
+    online: Mapping[str, str] = MappingProxyType({})  # format -> the engine's word to bring weights to it on loading
 
     def set_limits(self, limits: Mapping[str, Any]) -> Engine:
         changes: dict[str, Any] = {}
@@ -112,7 +113,7 @@ def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None
             graph_tokens=table.get("graph_tokens", 0), beside=scripts.get("beside", {}),
             logit_bytes=release.get("logit_bytes", 6.0), command=table["command"],
             kv_names=table.get("kv_names", {}), switches=table.get("switches", {}),
-            presence=table.get("presence", {}),
+            presence=table.get("presence", {}), online=table.get("online", {}),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError) as error:
         raise SpecError(f"model_specs/engines/{name}.toml: {error} is wrong or missing") from None

@@ -42,7 +42,10 @@ def read_launch(line: str) -> dict[str, Any]:
     return found
 
 
-def write_command(model: str, engine: Engine, layout: Deployment, kv_cache: str) -> str:
+def write_command(
+    model: str, engine: Engine, layout: Deployment, kv_cache: str, quantization: str | None = None,
+    max_model_len: int | None = None,
+) -> str:  # fmt: skip
     """The line that starts this deployment; limits are written out, so that another release does the same."""
     spelled: dict[str, str] = {}
     for flag, field in engine.flags.items():
@@ -54,6 +57,8 @@ def write_command(model: str, engine: Engine, layout: Deployment, kv_cache: str)
     asked: dict[str, Any] = {name: value for name, value in values.items() if value > 1}
     asked |= {"max_batched_tokens": engine.max_batched_tokens, "max_seqs": engine.max_seqs}
     asked |= {"memory_fraction": engine.memory_fraction, **({"kv_cache": kv_cache} if kv_cache == "fp8" else {})}
+    others = {"quantization": quantization, "max_model_len": max_model_len}
+    asked |= {name: value for name, value in others.items() if value is not None}
     words = [engine.command.format(model=model)]
     words += [
         f"{spelled[name]} {engine.kv_names.get(str(value), value)}" for name, value in asked.items() if name in spelled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -111,11 +112,15 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     device = find_device(require_device(setup))
     notes = [*setup.notes, *([device.note] if device.note else [])]
     engine, flags = _choose_engine(setup, device, notes)
-    formats = setup.formats
+    formats, estimator = setup.formats, bind_setup(setup, "model", notes)
+    source = estimator.source
+    if formats.weights is None and source.stored:  # an engine loads what is published
+        formats = formats.replace(weights=source.stored)
+        notes.append(f"weights in {source.stored}, as published; {spell('weights', 'bf16')} serves another checkpoint")
     asked = flags.get("kv_cache", engine.cache_of.get(str(formats.weights), "auto"))
     if formats.kv_cache is None and asked != "auto":
         formats = formats.replace(kv_cache="fp8" if asked.startswith("fp8") else asked)
-    model = read_model(bind_setup(setup.replace(formats=formats), "model", notes))
+    model = read_model(estimator if formats == setup.formats else bind_setup(setup.replace(formats=formats), "model"))
     traffic = read_traffic(setup, model)
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
     engine = _set_limits(
@@ -130,7 +135,11 @@ def serve_setup(setup: Setup) -> ServingAnswer:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
     cache = "fp8" if model.cache_bytes < 2 else "auto"
-    answer = answer._replace(command=write_command(model.name, engine, layout, cache))
+    quantization = _find_quantization(engine, str(formats.weights or source.stored), source.stored, notes)
+    most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
+    answer = answer._replace(
+        command=write_command(source.hub_id or source.name, engine, layout, cache, quantization, most)
+    )
     weights = find_weights(model.name, engine.id, engine.version, device.id)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id))
     return _time(answer._replace(evidence=weights.evidence), setup, step, weights, notes)
@@ -160,6 +169,27 @@ def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
     if share is not None:
         changes["memory_fraction"] = read_share(share, "memory_fraction")
     return engine.set_limits(changes)
+
+
+def _find_quantization(engine: Engine, weights: str, stored: str, notes: list[str]) -> str | None:
+    """The engine's word for weights that it brings to a format as it loads them; a note where it needs them so."""
+    if weights in ("", stored):
+        return None
+    if weights not in engine.online and not (weights == "bf16" and not stored):
+        notes.append(f"start it with a checkpoint in {weights}: {engine.name} makes none as it loads the model")
+    return engine.online.get(weights)
+
+
+def _find_most_tokens(flags: Mapping[str, str], traffic: Traffic, longest: int) -> int | None:
+    """What the engine's limit of a request must be: the one asked for; else none, unless the cache holds fewer."""
+    if flags.get("max_model_len", "auto") in ("auto", "-1"):
+        return min(longest, -(-traffic.tokens // 1024) * 1024) or None
+    most = parse_size(flags["max_model_len"], "engine_args")
+    if most < traffic.tokens:
+        raise WorkloadError(
+            f"a request has {traffic.tokens:,} tokens: the engine refuses it, as {spell('engine_args')} allow {most:,}"
+        )
+    return most
 
 
 def _choose_layout(
@@ -407,11 +437,14 @@ def _judge(answer: ServingAnswer, load: Load, run: Callable[[Traffic], Load], ra
     traffic, limits = load.traffic, dict(load.traffic.objectives)
     is_rate = traffic.rate is not None
 
-    def find_most(names: Sequence[str]) -> float:
+    asked = traffic.rate if traffic.rate is not None else float(traffic.concurrency or 1)
+
+    def find_most(names: Sequence[str], is_met: bool) -> float:
         """The largest load that keeps these objectives; 0: none does."""
-        low, high = 0.0, (traffic.rate or 0.0) if is_rate else 1.0
-        while _meets(run(_set_load(traffic, high)), names):
-            low, high = high, 2 * high
+        top = math.inf if is_met else asked  # where they break, as far as is known
+        low, high = (asked, 2 * asked) if is_met else (0.0, asked if is_rate else 1.0)
+        while high < top and _meets(run(_set_load(traffic, high)), names):
+            low, high = high, min(2 * high, top)
             if high > _MOST_LOAD:
                 return low
         while high > _LEAST_LOAD and high - low > (0.02 * high if is_rate else max(1.0, 0.02 * high)):
@@ -421,19 +454,24 @@ def _judge(answer: ServingAnswer, load: Load, run: Callable[[Traffic], Load], ra
 
     found: dict[str, Any] = {}
     for name, limit in limits.items():
-        value = answer.percentiles.get(name, {}).get(limit.at)
+        value, is_met = answer.percentiles.get(name, {}).get(limit.at), _meets(load, [name])
         found[name] = {"limit_s": limit.limit_s, "at": limit.at, "value_s": value,
-                       "met": _meets(load, [name]), "most_load": find_most([name])}  # fmt: skip
+                       "met": is_met, "most_load": find_most([name], is_met)}  # fmt: skip
     good = [share for (ttft, share), (e2e, _), request in
             zip(load.kept["ttft_s"], load.kept["e2e_s"], load.requests, strict=True)
             if ("ttft_s" not in limits or ttft <= limits["ttft_s"].limit_s)
             and ("itl_s" not in limits or e2e - ttft <= limits["itl_s"].limit_s * (request.output - 1))]  # fmt: skip
     most = min(each["most_load"] for each in found.values())
-    asked = traffic.rate if traffic.rate is not None else float(traffic.concurrency or 1)
-    copies = -(-asked // most) if most else 0
-    return {**found, "load": "requests_per_s" if is_rate else "concurrency", "most_load": most,
+    users: dict[str, int] = {}
+    needs = asked / most if most else 0.0
+    if traffic.users and most:  # on more GPUs they wait less, so fewer are in flight: users are dealt out, not requests
+        waits = run(_set_load(traffic, most)).mean("e2e_s")
+        own = int(most * (waits + traffic.think_s) / waits)
+        users = {"most_users": max(own, traffic.users) if most >= asked else min(own, traffic.users - 1)}
+        needs = traffic.users / max(1, users["most_users"])
+    return {**found, "load": "requests_per_s" if is_rate else "concurrency", "most_load": most, **users,
             "goodput_tokens_per_s": rate * sum(good) / sum(load.shares),
-            "gpus_needed": int(copies) * answer.gpus or None}  # fmt: skip
+            "gpus_needed": math.ceil(needs) * answer.gpus or None}  # fmt: skip
 
 
 def _set_load(traffic: Traffic, load: float) -> Traffic:

@@ -305,6 +305,7 @@ def test_what_does_not_fit() -> None:
         ({"speculative": "k=3"}, "write k=3,accept=0.7"),
         ({"disaggregate": "2x4"}, "write 2p4d"),
         ({"think": "5s"}, "give users=N"),
+        ({"engine_args": "--max-model-len 1024"}, "a request has 1,152 tokens: the engine refuses it"),
     ],
 )
 def test_bad_questions(changes: dict[str, Any], text: str) -> None:
@@ -382,6 +383,67 @@ def test_users_who_think() -> None:
     found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "concurrency": None, "users": 100, "think": "10s"})
     waits = found.times["e2e_s"].mid
     assert found.traffic.concurrency == pytest.approx(100 * waits / (waits + 10), abs=1.5)
+
+
+@pytest.mark.parametrize("objective", [{"ttft": "2s"}, {"itl": "30ms"}, {"ttft": "2s", "itl": "30ms"}])
+def test_gpus_that_users_need(objective: dict[str, str]) -> None:
+    """Dealt out over that many GPUs the users keep the objectives, over one fewer they do not."""
+    asked = {**_ASKED, "input_len": 2048, "output_len": 512, "concurrency": None, "think": "20s", **objective}
+
+    def judge(users: int) -> dict[str, Any]:
+        found: dict[str, Any] = flopcalc.serving("llama-3.1-8b", **asked, users=users).to_dict()["objectives"]
+        return found
+
+    needed = judge(500)["gpus_needed"]
+    assert needed > 1
+    for gpus, is_met in ((needed, True), (needed - 1, False)):
+        part = judge(-(-500 // gpus))
+        assert all(part[name]["met"] for name in ("ttft_s", "itl_s") if name in part) == is_met
+        assert (part["gpus_needed"] == 1) == is_met
+
+
+# Format asked for -> format served, what the engine's line says of it, and the note.
+@pytest.mark.parametrize(
+    ("model", "engine", "weights", "served", "said", "note"),
+    [
+        ("deepseek-v3", "vllm", None, "fp8-block", "deepseek-ai/DeepSeek-V3 ", "weights in fp8-block, as published"),
+        ("gpt-oss-120b", "trtllm", None, "mxfp4", "openai/gpt-oss-120b ", "weights in mxfp4, as published"),
+        ("kimi-k2.5", "sglang", None, "int4", "moonshotai/Kimi-K2.5 ", "weights in int4, as published"),
+        ("deepseek-v3", "vllm", "bf16", "bf16", "deepseek-ai/DeepSeek-V3 ", "start it with a checkpoint in bf16"),
+        ("qwen3-32b", "vllm", None, "bf16", "Qwen/Qwen3-32B ", ""),
+        ("qwen3-32b", "vllm", "fp8", "fp8", "--quantization fp8", ""),
+        ("qwen3-32b", "vllm", "nf4", "nf4", "--quantization bitsandbytes", ""),
+        ("qwen3-32b", "trtllm", "fp8", "fp8", "Qwen/Qwen3-32B ", "start it with a checkpoint in fp8"),
+        ("qwen3-32b", "sglang", "nvfp4", "nvfp4", "Qwen/Qwen3-32B ", "start it with a checkpoint in nvfp4"),
+        ("openai/gpt-oss-120b", "vllm", None, "mxfp4", "serve openai/gpt-oss-120b ", "as published"),
+    ],
+)  # fmt: skip
+def test_checkpoint_that_is_served(
+    model: str, engine: str, weights: str | None, served: str, said: str, note: str
+) -> None:
+    asked = {**_ASKED, "device": "b200", "tp": 16, "concurrency": 2}
+    found = flopcalc.serving(model, **asked, engine=engine, weights=weights)
+    assert said in found.command
+    assert any(note in each for each in found.notes) or not note
+    assert any(each.startswith(("start it", "weights in")) for each in found.notes) == bool(note)
+    held = flopcalc.serving(model, **asked, engine=engine, weights=served).room.weights
+    assert found.room.weights == held
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),  # the model's own limit fits
+        ({"engine_args": "--max-model-len 4096"}, "--max-model-len 4096"),
+        ({"device": "l4"}, "--max-model-len 2048"),  # the cache holds less than the model's own limit
+        ({"engine": "sglang", "engine_args": "--context-length=3000"}, "--context-length 3000"),
+    ],
+)
+def test_longest_request_of_the_command(changes: dict[str, Any], said: str) -> None:
+    asked = {**_ASKED, "input_len": 1500, **changes}
+    command = flopcalc.serving("llama-3.1-8b", **asked).command
+    assert said in command
+    assert bool(said) == ("--max-model-len" in command or "--context-length" in command)
 
 
 def test_objectives() -> None:

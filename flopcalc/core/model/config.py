@@ -43,6 +43,7 @@ class Source(Value):
     weights: object = ""  # the format that a file keeps its weights in; empty: the config says it
     lora: dict[str, Any] | None = None  # an adapter's settings, as a recipe takes them
     mtp: int | bool | None = None  # layers of multi-token prediction that were asked for; True: as many as it has
+    hub_id: str = ""  # of a preset
 
 
 def load_config(
@@ -270,6 +271,7 @@ def load_preset(path: str) -> Source:
         str(tables.get("source", "")),
         video_preprocessor=tables.get("video_preprocessor"),
         stored=str(tables.get("stored", "")),
+        hub_id=str(tables.get("hub_id", "")),
     )
 
 
@@ -401,7 +403,7 @@ def _load_by_name(name: str) -> Source | None:
     if found is None:
         return None
     source = load_preset(found.path)
-    return source.replace(note=f"{name} is counted as preset {source.name} ({found.shared})")
+    return source.replace(hub_id=name, note=f"{name} is counted as preset {source.name} ({found.shared})")
 
 
 def _find_cached(hub_id: str, filename: str) -> str | None:
