@@ -31,6 +31,7 @@ HOST_ONLY = (
     "attention",
     "attention_masked",
     "attention_plain",
+    "attention_biased",
     "module",
     "node",
     "read",
@@ -44,6 +45,7 @@ _MASTER_READS, _MASTER_WRITES = 16, 14
 _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
+_BIASED: dict[str, CallKernel] = {"attention_plain": "math", "attention_biased": "efficient"}  # with a trained bias
 _ALIGNED = 8  # head dims that SDPA's fused kernels take are multiples
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
 
@@ -72,8 +74,8 @@ def make_work(
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
     own = estimator.formats.attention
-    plain = {each.module for each in found.rows if each.kind == "attention_plain"}
-    maker = _Maker(load, kernel, masked, plain, found.has_dropout, is_fused, own, estimator)
+    biased = {each.module: _BIASED[each.kind] for each in found.rows if each.kind in _BIASED}
+    maker = _Maker(load, kernel, masked, biased, found.has_dropout, is_fused, own, estimator)
     sides = {block: find_sides([row.op for row in block.rows]) for block, _, _ in rows}
     for counted in rows:
         block, row, values = counted
@@ -221,11 +223,11 @@ class _Maker:
     """Turns rows of the core into calls."""
 
     def __init__(
-        self, load: Workload, kernel: CallKernel, masked: set[str], plain: set[str],
+        self, load: Workload, kernel: CallKernel, masked: set[str], biased: dict[str, CallKernel],
         has_dropout: bool, is_fused: bool, own: str, estimator: Estimator,
     ) -> None:  # fmt: skip
         self.own = own  # the number format of attention, and of all that has no other
-        self.load, self.kernel, self.masked, self.plain, self.has_dropout = load, kernel, masked, plain, has_dropout
+        self.load, self.kernel, self.masked, self.biased, self.has_dropout = load, kernel, masked, biased, has_dropout
         self.is_fused = is_fused
         self.find_routing = estimator.find_routing
         self.is_train = load.phase == "train"
@@ -367,8 +369,8 @@ class _Maker:
                 shapes.append(self._find_shape(module, pairs, kept, length, many, window))
         is_padded = not self.is_fused and self.kernel in ("", "cudnn", "flash") and op.qk % _ALIGNED > 0
         kernel, qk, v = self.kernel, op.qk, op.v
-        if module in self.plain:  # SDPA's fused kernels have no gradient of its mask, a trained bias
-            kernel, is_padded = "math", False
+        if module in self.biased:  # what one of SDPA's kernels does, or none where the bias lies otherwise in memory
+            kernel, is_padded = self.biased[module], False
         if is_padded:
             kernel, qk, v = "flash", pad_head("flash", qk), pad_head("flash", v)
         drops = self.has_dropout and block.group == "language"

@@ -111,7 +111,7 @@ class KindsRunner(Runner):
         estimator = make_estimator(example, config)
         dtype = torch.float32 if asked.get("weights") == "fp32" else torch.bfloat16
         architecture = config.get("architectures", [example.choose_class(estimator.spec.architecture)])[0]
-        kernel = "sdpa" if estimator.spec.has_sdpa else "eager"
+        kernel = asked.get("attention_kernel", "sdpa" if estimator.spec.has_sdpa else "eager")
         with torch.device(device):
             model = build_model(config, kernel, None, device, dtype, architecture=architecture).to(device)
         recipe = {name: asked[name] for name in ("lora", "recompute") if name in asked}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations import sdpa_attention
 
 from flopcalc.measure.counters.flop_counter import watch_modules
 from flopcalc.measure.operator_kinds import classify
@@ -319,8 +320,8 @@ class _Attend(torch.autograd.Function):
     """A fused attention kernel as autograd sees it: one operator forward, one backward, memory laid out as there."""
 
     @staticmethod
-    def forward(ctx: Any, tracing: _Tracing, is_masked: bool, query: Any, key: Any, value: Any) -> Any:
-        tracing.add("attend", "attention_masked" if is_masked else "attention")
+    def forward(ctx: Any, tracing: _Tracing, kind: str, query: Any, key: Any, value: Any, bias: Any) -> Any:
+        tracing.add("attend", kind)
         tracing.is_quiet = True
         batch, heads, length = query.shape[:-1]
         out = query.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
@@ -329,7 +330,7 @@ class _Attend(torch.autograd.Function):
         for made in (out, sums):
             tracing.note_made(tracing.where()[0], made)
         ctx.tracing = tracing
-        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.save_for_backward(query, key, value, out, sums, bias)
         return out
 
     @staticmethod
@@ -338,14 +339,15 @@ class _Attend(torch.autograd.Function):
         tracing.add("attend_backward", "attention")
         tracing.is_quiet = True
         given = ctx.saved_tensors[:3]
+        bias = [torch.zeros_like(ctx.saved_tensors[-1]) if ctx.needs_input_grad[-1] else None]
         out = [
             each.new_zeros(each.shape[0], each.shape[2], each.shape[1], each.shape[3]).transpose(1, 2)
             if wanted
             else None
-            for each, wanted in zip(given, ctx.needs_input_grad[2:], strict=True)
+            for each, wanted in zip(given, ctx.needs_input_grad[2:5], strict=True)
         ]
         tracing.is_quiet = False
-        return None, None, *out
+        return None, None, *out, *bias
 
 
 class _Normalize(torch.autograd.Function):
@@ -402,15 +404,18 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
     before, dropped = functional.scaled_dot_product_attention, functional.dropout
     normalized = functional.rms_norm
 
-    def attend(
-        query: Any, key: object, value: object, attn_mask: object = None, *args: object, **kwargs: object
-    ) -> Any:
+    def attend(query: Any, key: object, value: object, attn_mask: object = None, *args: object, **kwargs: Any) -> Any:
         if query.dim() != 4:
             return before(query, key, value, attn_mask, *args, **kwargs)
-        if isinstance(attn_mask, torch.Tensor) and attn_mask.requires_grad:  # no fused kernel has a mask's gradient
-            tracing.add("attend", "attention_plain")
-            return _attend_plainly(query, key, value, attn_mask, **kwargs)
-        return _Attend.apply(tracing, attn_mask is not None, *narrow((query, key, value)))  # type: ignore[no-untyped-call]
+        kind, bias = "attention", None
+        if isinstance(attn_mask, torch.Tensor):
+            if any(attn_mask is each for each in biases):  # no fused kernel reads it as it lies in memory
+                tracing.add("attend", "attention_plain")
+                return _attend_plainly(query, key, value, attn_mask, **kwargs)
+            kind = "attention_masked"
+            if attn_mask.requires_grad:
+                kind, bias = "attention_biased", attn_mask.expand(*query.shape[:-1], attn_mask.shape[-1])
+        return _Attend.apply(tracing, kind, *narrow((query, key, value)), bias)  # type: ignore[no-untyped-call]
 
     def drop(given: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not training or inplace or not 0 < p < 1:
@@ -426,6 +431,14 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
     ) -> Any:
         return _Normalize.apply(tracing, normalized_shape, weight, given)  # type: ignore[no-untyped-call]
 
+    def make_bias(position_bias: torch.Tensor, *args: object, **kwargs: object) -> Any:
+        """T5's bias: heads come last in memory. 5.17, which predictions are of, leaves it so; others copy it."""
+        made = add_bias(position_bias, *args, **kwargs)
+        biases[:] = [made] if position_bias.stride(-1) > 1 else []
+        return made
+
+    biases: list[Any] = []
+    add_bias, sdpa_attention.create_position_bias_mask = sdpa_attention.create_position_bias_mask, make_bias
     list_values: Any = torch.Tensor.tolist
     functional.scaled_dot_product_attention, functional.dropout = attend, drop
     functional.rms_norm = normalize
@@ -434,7 +447,7 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention, functional.dropout = before, dropped
-        functional.rms_norm = normalized
+        functional.rms_norm, sdpa_attention.create_position_bias_mask = normalized, add_bias
         torch.Tensor.tolist = list_values  # type: ignore[method-assign]
 
 

@@ -258,8 +258,9 @@ def record(model_type: str) -> Recording:
                             recording.add(f"{phase} {flags}", runs)
                             kept[flags][phase] = runs
                 for flags, both in kept.items():
-                    if len(both.get("train", ())) == len(both.get("flow", [None])):
-                        recording.keep(flags, both["train"], both["flow"])
+                    flow = both.get("flow") or both.get("train", [])  # where frozen weights let no gradient pass
+                    if flow and len(both["train"]) == len(flow):
+                        recording.keep(flags, both["train"], flow)
     return recording
 
 
