@@ -71,7 +71,7 @@ def make_work(
     found = (
         Operators((), (), (), True) if is_fused else _list_operators(estimator, load, kernel, dtype_bytes, transformers)
     )
-    masked = {each.module for each in found.rows if each.kind == "attention_masked"}
+    masked = {each.module for each in found.rows if each.kind == "attention_masked" or each.kind in _BIASED}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
     own = estimator.formats.attention
     biased = {each.module: _BIASED[each.kind] for each in found.rows if each.kind in _BIASED}

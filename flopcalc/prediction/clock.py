@@ -14,7 +14,16 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import find_device
 from flopcalc.prediction.build_work import count_calls
 from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
-from flopcalc.prediction.host_time import ONCE, HostTime, find_order, find_unit, name_factor, name_mode, name_phase
+from flopcalc.prediction.host_time import (
+    ONCE,
+    HostTime,
+    count_kept,
+    find_order,
+    find_unit,
+    name_factor,
+    name_mode,
+    name_phase,
+)
 from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
 from flopcalc.prediction.kernels.memory_bound import STREAMED
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
@@ -280,7 +289,7 @@ class Clock:
     def _add_host(self, work: Work, times: int, calls: int, is_first: bool) -> None:
         host, phase = self.constants["host"], name_phase(self.phase)
         per_call, per_unit = host[phase]
-        per_checkpoint, per_again = host["again"]
+        per_checkpoint, per_kept = host["again"]
         types = host["types"].get(work.model_type, {})
         has_images = any(each.group == "vision" for each in work.hosted)
         seen = name_factor("forward", "vision", self.phase)
@@ -292,7 +301,7 @@ class Clock:
             _, factor = types.get(name_factor(each.way, each.group, self.phase), (0.0, 1.0))
             seconds *= factor
             if each.way == "again":
-                seconds += many * (per_again + each.is_checkpoint * per_checkpoint)
+                seconds += many * (count_kept(each.kind) * per_kept + each.is_checkpoint * per_checkpoint)
             place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
             self.hosted.append(HostTime(place, seconds, many if each.kind == "read" else 0.0))
         # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's. It
@@ -466,14 +475,14 @@ class Clock:
             mixed = host_share * others["host"] + (1 - host_share) * others["device"]
             wide += max(others[bound], mixed)
         times = 1.0 if self.is_recorded else widths["borrowed"]
+        if not self.is_typed and self.execution == "eager":
+            times = max(times, widths["untyped"])
         if bound == "device":
             total = sum(piece.seconds for piece in self.pieces)
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
             wide += widths["experts"] if self.has_experts else 0.0
             wide += floor["compiled"] if self.execution != "eager" else 0.0
             wide = max(wide, widths["scaled"]) if self.has_quantized else wide
-        elif not self.is_typed and self.execution == "eager":
-            times = max(times, widths["untyped"])
         return min(wide * times, most)
 
     def late(self, bound: str, host_factor: float) -> float:

@@ -11,6 +11,10 @@ from flopcalc.prediction.kernels.constants import HostPhase, Mode
 from flopcalc.prediction.timeline import Place, Stack, find_place
 
 ONCE = ("cleared", "optimizer")  # what the host does once a step, for every tensor
+# Tensors that autograd keeps of an operator, as torch's derivatives.yaml has them; other kinds keep none. Under
+# checkpointing each goes through torch's hooks three times.
+_KEPT = {"product": 2, "norm": 5, "attention": 7, "softmax": 1, "pointwise": 1, "reduce": 1, "gather": 1, "scatter": 1,
+         "sort": 1, "random": 1, "loss": 2}  # fmt: skip
 
 
 class HostTime(NamedTuple):
@@ -49,6 +53,11 @@ def name_factor(way: str, group: str, phase: Phase) -> str:
     if group in ("vision", "projector"):
         return f"vision {name_mode(phase)}"
     return name_phase(phase)
+
+
+def count_kept(kind: str) -> int:
+    """Tensors that autograd keeps of an operator; a narrower kind (cat_strided) keeps as many as its wider one."""
+    return _KEPT.get(kind.partition("_")[0], 0)
 
 
 def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:

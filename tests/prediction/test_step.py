@@ -158,13 +158,14 @@ def test_host_features() -> None:
 
 
 def test_checkpoints_cost_the_host_more_than_what_they_run() -> None:
-    """Of every layer once, of every operator in it once: whatever factor the model's type has."""
+    """Of every layer once, of every tensor kept in it once: whatever factor the model's type has."""
     estimator = bind("llama-3.2-1b", recipe={"recompute": "full"}, convention="hardware", device="h200")
     load = make_workload(1, 64)
     work = make_work(estimator, load)
-    checkpoints, operators = count_checkpoints(work)
+    checkpoints, kept = count_checkpoints(work)
     assert checkpoints == 16
-    assert operators == sum(many for name, many in work.dispatched.items() if name.startswith("again "))
+    # A layer: seven products of two tensors, attention's seven, two sums, 22 pointwise operators.
+    assert kept == 16 * (7 * 2 + 7 + 2 + 22)
     shipped = load_predictor("h200-sxm")
     assert shipped is not None
 
@@ -175,7 +176,7 @@ def test_checkpoints_cost_the_host_more_than_what_they_run() -> None:
 
     plain = time_host([0.0, 0.0])
     assert time_host([1e-3, 0.0]) == pytest.approx(plain + 16e-3)
-    assert time_host([0.0, 1e-6]) == pytest.approx(plain + operators * 1e-6)
+    assert time_host([0.0, 1e-6]) == pytest.approx(plain + kept * 1e-6)
 
 
 def test_a_lower_clock_slows_what_memory_does_not_bound() -> None:
@@ -322,9 +323,9 @@ def test_an_unknown_type_is_usual(load: dict[str, Any], phase: str, types: dict[
     assert not found.is_typed
     assert usual.is_typed
     assert [clock.evidence()["host_measured"] for clock in (found, usual)] == [False, True]
-    # The host's part is less sure; the device knows no types.
-    assert found.error("host") == pytest.approx(min(1.5 * usual.error("host"), 1.5 * 0.35))
-    assert found.error("device") == usual.error("device")
+    # Both are less sure.
+    assert found.error("host") == pytest.approx(min(1.5 * usual.error("host"), 2.3 * 0.35))
+    assert found.error("device") == pytest.approx(1.5 * usual.error("device"))
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ def test_whether_the_host_was_measured_is_said(model: str, device: str, is_measu
     usual = shipped["error"]["host"] + 0.4  # of another machine
     low, mid, _ = found.step_time_s
     if device == "h200":
-        assert 1 - low / mid == pytest.approx(usual if is_measured else min(1.5 * usual, 1.5 * 0.35))
+        assert 1 - low / mid == pytest.approx(usual if is_measured else min(1.5 * usual, 2.3 * 0.35))
 
 
 @pytest.mark.parametrize("load", [LARGE, PREFILL, DECODE])

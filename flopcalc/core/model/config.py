@@ -403,7 +403,8 @@ def _load_by_name(name: str) -> Source | None:
     if found is None:
         return None
     source = load_preset(found.path)
-    return source.replace(hub_id=name, note=f"{name} is counted as preset {source.name} ({found.shared})")
+    hub_id = name if "/" in name else source.hub_id
+    return source.replace(hub_id=hub_id, note=f"{name} is counted as preset {source.name} ({found.shared})")
 
 
 def _find_cached(hub_id: str, filename: str) -> str | None:

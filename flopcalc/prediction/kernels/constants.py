@@ -100,7 +100,7 @@ class CompiledConstants(TypedDict):
 
 
 class HostConstants(TypedDict):
-    """Of the host: seconds of a call and of a unit by phase, of a checkpoint and of an operator run again."""
+    """Of the host: seconds of a call and of a unit by phase, of a checkpoint and of a tensor it keeps."""
 
     train: _Line
     forward: _Line

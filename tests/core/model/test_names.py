@@ -80,7 +80,8 @@ def test_names(name: str, preset: str | None) -> None:
             load_config(name)
     else:
         source = load_config(name)
-        assert source.replace(note="") == load_config(preset)
+        assert source.replace(note="", hub_id="") == load_config(preset).replace(hub_id="")
+        assert source.hub_id == (name if "/" in name else load_config(preset).hub_id)
         assert source.note.startswith(f"{name} is counted as preset {source.name} (same ")
 
 

@@ -17,7 +17,7 @@ from flopcalc.measure.predictor.fit.choices import (
 )
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_call_and_factor, solve_nonnegative
 from flopcalc.prediction.build_work import count_calls
-from flopcalc.prediction.host_time import find_unit, name_factor, name_mode, name_phase
+from flopcalc.prediction.host_time import count_kept, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.kernels.constants import Constants, HostPhase
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import Work
@@ -87,7 +87,7 @@ def fit_paces(steps: Sequence[HostStep], constants: Constants) -> dict[HostPhase
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 def fit_checkpoints(steps: Sequence[HostStep], larger: Iterable[ModelledCase], constants: Constants) -> list[float]:
-    """Host seconds of a checkpoint, and of an operator that it runs again, beyond those of the operator itself.
+    """Host seconds of a checkpoint, and of a tensor that an operator in it keeps, beyond those of the operators.
 
     From small steps with gradient checkpointing, and from larger ones that the host still bounds.
     """
@@ -108,17 +108,19 @@ def fit_checkpoints(steps: Sequence[HostStep], larger: Iterable[ModelledCase], c
             rows.append((counts, rest_s))
     if not rows:
         return [0.0, 0.0]
-    # Layers of most models dispatch about as many operators. Where steps cannot separate the two, each takes half.
-    checkpoint_s, operator_s = (statistics.median(rest_s / 2 / counts[i] for counts, rest_s in rows) for i in range(2))
-    scaled = [((checkpoints, operator_s * operators), rest_s) for (checkpoints, operators), rest_s in rows]
+    # Layers of most models keep about as many tensors. Where steps cannot separate the two, each takes half.
+    checkpoint_s, kept_s = (statistics.median(rest_s / 2 / counts[i] for counts, rest_s in rows) for i in range(2))
+    scaled = [((checkpoints, kept_s * kept), rest_s) for (checkpoints, kept), rest_s in rows]
     checkpoint_s, factor = solve_call_and_factor(scaled, checkpoint_s)
-    return round_digits((checkpoint_s, max(0.0, factor) * operator_s))
+    return round_digits((checkpoint_s, max(0.0, factor) * kept_s))
 
 
 def count_checkpoints(work: Work) -> tuple[float, float]:
-    """Checkpoints, and the operators that they run again."""
+    """Checkpoints, and the tensors that the operators in them keep."""
     again = [each for each in work.hosted if each.way == "again"]
-    return sum(each.many for each in again if each.is_checkpoint), sum(each.many for each in again)
+    return sum(each.many for each in again if each.is_checkpoint), sum(
+        each.many * count_kept(each.kind) for each in again
+    )
 
 
 # --- Model types ------------------------------------------------------------------------------------------------------
