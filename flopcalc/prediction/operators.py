@@ -316,7 +316,7 @@ class _Reader:
                 continue
             back = recorded["train" if module in state.weights or module in shifted else "flow"]
             if from_ in back:
-                self._add_rows(back[from_], "b", own, name, group, count)
+                self._add_rows(back[from_], "b", own, name, group, count, is_frozen=back is not recorded["train"])
             if is_again and state.flows:
                 self._add_rows(number, "f", own, name, group, count, True)
         for name in _list_experts(chain):
@@ -476,8 +476,12 @@ class _Reader:
         group: str,
         count: int,
         is_again: bool = False,
+        *,
+        is_frozen: bool = False,
     ) -> None:
         table = [row for row in self.data["blocks"][number] if row[0] == direction]
+        if is_frozen:  # without its weights' gradients a norm's backward pass is another kernel
+            table = [[way, kind + "_frozen" * (kind == "norm_backward"), *rest] for way, kind, *rest in table]
         self._add_table(table, scope, module, group, count, is_again)
 
     def _add_table(self, table: list[Any], scope: Scope, module: str, group: str, count: int, is_again: bool) -> None:

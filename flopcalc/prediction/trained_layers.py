@@ -40,11 +40,13 @@ def find_states(estimator: Estimator, load: Workload) -> dict[tuple[str, int | N
         weights, adapted, silent = sets.setdefault(key, (set(), set(), set()))
         op = row.op
         name = (join(path, op.name) if layer is None else op.name.removeprefix("/")).replace("*", "#")
-        trains = is_train and (row.trainable > 0 or (row.trains_weight and bool(op.tied)))
+        trains = is_train and (row.trainable > 0 or (row.trains_weight and bool(op.tied or op.again)))
         if trains and op.kind in ("linear", "conv", "embed") and not row.trains_weight:
             adapted.add((name, find_trained_rank(row)))
         elif trains or (op.kind == "attend" and weights):  # a bias of its scores trains where its projections do
             weights.add(name.rpartition(".")[0] if op.kind == "param" else name)
+            if layer is not None and op.name.startswith(f"/{path}."):  # by its whole path, and as within its layer
+                weights.add(name.removeprefix(f"{path}.").partition(".")[2])
         elif not is_train and (rank := row.rank):
             adapted.add((name, rank))
         starts = op.kind in ("embed", "conv") and layer is None  # no gradient comes into it

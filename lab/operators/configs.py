@@ -217,8 +217,9 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
     flags = [(tiny, preset, True) for preset in presets for tiny in example.configs]
     flags += [(tiny, preset, True) for preset in presets for tiny in list_stand_ins(example, preset)]
     flags += [(tiny, tiny, not presets) for tiny in example.configs]
-    if not presets:  # published ones may have as many heads of keys as heads
+    if not presets:  # published ones may have as many heads of keys as heads, and their class's own dropout
         flags += [(tiny, tiny, True) for tiny in map(ungroup, example.configs)]
+        flags += [(tiny, {key: tiny[key] for key in tiny if "drop" not in key}, True) for tiny in example.configs]
     for tiny, preset, is_whole in flags:
         if [t for t in _inner_types(preset) if t not in _inner_types(tiny)]:
             continue

@@ -47,6 +47,7 @@ class WorkDefaults(NamedTuple):
     free_share: float
     compiled_keeps: float
     filled_share: float
+    row_s: Mapping[str, tuple[float, float, float]]  # kind -> seconds of a call, of a row, of a byte
 
 
 class FitStart(NamedTuple):

@@ -14,7 +14,15 @@ from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import ALIGNED, ProductSize
 from flopcalc.prediction.kernels.attention import add_features, find_attention, find_dropping, find_nearest
 from flopcalc.prediction.kernels.constants import Constants, find_fitted, load_predictor
-from flopcalc.prediction.kernels.memory_bound import find_size, name_shape, read_curve, weigh_zeros
+from flopcalc.prediction.kernels.defaults import load_defaults
+from flopcalc.prediction.kernels.memory_bound import (
+    MOST_ROWS,
+    count_rows,
+    find_size,
+    name_shape,
+    read_curve,
+    weigh_zeros,
+)
 from flopcalc.prediction.kernels.products import (
     GroupShape,
     ProductShape,
@@ -279,7 +287,7 @@ class Machine:
             return self.plain.time_moved(moved)
         error = self._find_error("moved")
         size = moved.reads + moved.writes
-        name = name_shape(moved.kind, moved.reads, moved.writes)
+        name = name_shape(moved.kind, moved.reads, moved.writes).removesuffix("_frozen")
         curves, lines = self.constants["moved"], self.constants["linear"]
         if moved.direction == "backward" and f"{name}_backward" in curves:
             name += "_backward"
@@ -299,7 +307,16 @@ class Machine:
         while name not in curves and name not in lines:  # of a kind that was not measured, the next wider one's
             name, error = name.rpartition("_")[0] or "pointwise_strided", 2 * error
         if name in curves:
-            size = find_size(name, moved.reads, moved.writes)
-            return KernelTime(read_curve(curves[name], size / self.memory), error, self.is_measured)
-        start, per_byte = lines[name]
-        return KernelTime(start + size * per_byte / self.memory, error, self.is_measured)
+            seconds = read_curve(curves[name], find_size(name, moved.reads, moved.writes) / self.memory)
+        else:
+            start, per_byte = lines[name]
+            seconds = start + size * per_byte / self.memory
+        return KernelTime(max(seconds, self._time_rows(moved)), error, self.is_measured)
+
+    def _time_rows(self, moved: MemoryCall) -> float:
+        """What the rows of a norm, or of a bias's gradient, take at least; 0 of other calls."""
+        rows = count_rows(moved.kind, moved.reads, moved.writes)
+        if not 0 < rows <= MOST_ROWS or (moved.kind == "reduce" and moved.direction == "forward"):
+            return 0.0
+        start, per_row, per_byte = load_defaults().work.row_s[moved.kind]
+        return start + rows * per_row + (moved.reads + moved.writes) * per_byte / self.memory

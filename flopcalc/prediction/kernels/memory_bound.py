@@ -38,6 +38,19 @@ def name_shape(kind: str, reads: float, writes: float) -> str:
     return kind
 
 
+MOST_ROWS = 65_536  # with more, torch's kernels for gradients of a norm's weights work in another way
+
+
+def count_rows(kind: str, reads: float, writes: float) -> float:
+    """Rows of 16 bits that a norm or a sum over rows goes through, so far as its bytes tell: a norm keeps two of each.
+
+    0 of other kinds.
+    """
+    if kind == "reduce":
+        return reads / writes if writes else 0.0
+    return {"norm": writes - reads, "norm_backward": reads - 2 * writes}.get(kind, 0.0) / 4
+
+
 def find_size(kind: str, reads: float, writes: float) -> float:
     """What a call's time grows with: its bytes; of sums over heads, the number of these."""
     if kind == "reduce_short":

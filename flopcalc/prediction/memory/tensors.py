@@ -503,7 +503,7 @@ class Step:
             ops = list(iterate(chain))
             for i, op in enumerate(ops):
                 before = [other for other in ops[:i] if other.kind == "linear"]
-                if isinstance(op, Attend) and op.rotates_part and before and _find_pairs(op) is not None:
+                if isinstance(op, Attend) and op.rotates_part and before and not isinstance(op.rows, Either):
                     size = self.bytes * self.rows(before[-1]) * op.heads * op.v
                     found.append(SavedTensor(prefix + op.name, stage.group, size, many, is_again))
         return found
