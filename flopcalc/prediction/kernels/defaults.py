@@ -42,12 +42,12 @@ class DeviceDefaults(NamedTuple):
 class WorkDefaults(NamedTuple):
     """Numbers that hold for all devices."""
 
+    row_s: Mapping[str, tuple[float, float, float]]  # kind -> seconds of a call, of a row, of a byte
     scan_flops_per_byte: Mapping[str, float]
     mix_flops_per_byte: float
     free_share: float
     compiled_keeps: float
     filled_share: float
-    row_s: Mapping[str, tuple[float, float, float]]  # kind -> seconds of a call, of a row, of a byte
 
 
 class FitStart(NamedTuple):

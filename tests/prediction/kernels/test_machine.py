@@ -14,11 +14,13 @@ from made_products import make_product
 from flopcalc import bind
 from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import SpecError
+from flopcalc.base.vocabulary import PassDirection
 from flopcalc.hardware.tiles import ProductSize
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.kernels.constants import load_predictor
+from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.kernels.machine import Machine
-from flopcalc.prediction.kernels.memory_bound import find_size, name_shape
+from flopcalc.prediction.kernels.memory_bound import MOST_ROWS, count_rows, find_size, name_shape
 from flopcalc.prediction.kernels.products import measure_narrow, turn_narrow
 from flopcalc.prediction.work import MemoryCall
 
@@ -245,6 +247,40 @@ def test_fused_attention_reads_the_keys_that_are_selected() -> None:
 def test_bytes_tell_the_shape_of_a_call(kind: str, reads: float, writes: float, name: str, size: float) -> None:
     assert name_shape(kind, reads, writes) == name
     assert find_size(name, reads, writes) == pytest.approx(size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "direction", "reads", "writes", "rows"),
+    [
+        ("norm", "forward", 2 * 50_000 * 384 + 4 * 384, 2 * 50_000 * 384 + 4 * 50_000, 50_000 - 384),
+        ("norm_backward", "backward", 4 * 50_000 * 384 + 4 * 384 + 4 * 50_000, 2 * 50_000 * 384 + 4 * 384, 49_616),
+        ("norm_backward_frozen", "backward", 4 * 50_000 * 384 + 4 * 384 + 4 * 50_000, 2 * 50_000 * 384, 0),
+        ("reduce", "backward", 2 * 50_000 * 768, 2 * 768, 50_000),  # a bias's gradient
+        ("pointwise", "backward", 2 * 50_000 * 384, 2 * 50_000 * 384, 0),
+    ],
+)
+def test_rows_bound_norms_and_sums_of_narrow_layers(
+    kind: str, direction: PassDirection, reads: float, writes: float, rows: float
+) -> None:
+    assert count_rows(kind, reads, writes) == rows
+    machine = Machine("h200", "bf16", load_predictor("h200-sxm"))
+    found = machine.time_moved(MemoryCall("", "language", direction, kind, reads, writes)).seconds
+    start, per_row, per_byte = load_defaults().work.row_s.get(kind, (0.0, 0.0, 0.0))
+    least = start + rows * per_row + (reads + writes) * per_byte
+    assert found == pytest.approx(least) if rows else found > least
+
+
+def test_seconds_of_rows_are_those_that_were_measured() -> None:
+    """An H200's rows within a grid: the shipped numbers hold them within 20 %."""
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "row_calls.json"
+    calls = [call for call in json.loads(path.read_text())["calls"] if call["bytes_each"] == 2]
+    assert len(calls) == 126
+    for call in calls:
+        rows = count_rows(call["kind"], call["reads"], call["writes"])
+        if rows <= MOST_ROWS:
+            start, per_row, per_byte = load_defaults().work.row_s[call["kind"]]
+            found = start + rows * per_row + (call["reads"] + call["writes"]) * per_byte
+            assert found == pytest.approx(call["seconds"], rel=0.2)
 
 
 @pytest.mark.parametrize(
