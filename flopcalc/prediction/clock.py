@@ -12,7 +12,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import Execution, Phase
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import find_device
-from flopcalc.prediction.build_work import count_calls
+from flopcalc.prediction.build_work import UNTIMED, count_calls
 from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
 from flopcalc.prediction.host_time import ONCE, HostTime, find_order, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
@@ -226,7 +226,7 @@ class Clock:
             timed = self.machine.time_moved(moved)
             if moved.direction == "optimizer":
                 if moved.kind not in self.constants["optimizer"]:
-                    self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
+                    self.found_notes[UNTIMED.format(moved.kind)] = None
                 self._put(moved, "optimizer", timed, moved.calls)
             else:
                 self._put(

@@ -306,10 +306,9 @@ class _Settings(NamedTuple):
 
     @property
     def memory_settings(self) -> dict[str, Any]:
-        optimizer = "sgd" if self.optimizer == "none" else self.optimizer
         return {
             "dtype": self.machine.dtype,
-            "optimizer": optimizer,
+            "optimizer": self.optimizer,
             "attention": self.kernel,
             "execution": self.execution,
         }
