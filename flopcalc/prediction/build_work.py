@@ -38,8 +38,8 @@ HOST_ONLY = (
     "wrapper",
 )
 # What an optimizer's step reads and writes per trained parameter: numbers as wide as the parameter, then other bytes.
-# AdamW reads weight, gradient and two states, and writes all but the gradient. With master weights: reads fp32 gradient,
-# weight and states, writes fp32 weight and states and the 16-bit weight. An offloaded step is not in the device's work.
+# AdamW reads weight, gradient and two states, and writes all but the gradient. With master weights it reads the fp32
+# gradient, weight and states, and writes the fp32 weight, states and the 16-bit weight. An offloaded one is the host's.
 _STEPS: dict[Optimizer, tuple[int, int, int, int]] = {
     "adamw": (4, 0, 3, 0), "adamw-foreach": (4, 0, 3, 0), "adamw-master": (0, 16, 0, 14), "adamw-32bit": (2, 8, 1, 8),
     "adamw-8bit": (2, 2, 1, 2), "adamw-fp8": (2, 2, 1, 2), "lion": (3, 0, 2, 0), "sgd": (2, 0, 1, 0),

@@ -20,11 +20,13 @@ def read_launch_file(name: str, text: str, page: Page) -> dict[str, Any]:
     plain = _NAME.sub("_", os.path.basename(name)) or "launch.yaml"
     with put_files([(plain, text)]) as folder:
         path = os.path.join(folder, plain)
-        taken = read_launch(path).taken
+        taken = read_launch(path, is_alone=True).taken
         has_model = "model" in taken
         if has_model:
             check_name(taken["model"].value, f"{taken['model'].key}: ")
-        applied = apply_launch(path, "estimate", {}, None if has_model else page.model or None)
+        given = {name: page.fields[name] for name in ("objective",) if name in page.fields}
+        model = None if has_model else page.model or None
+        applied = apply_launch(path, "estimate", given, model, is_alone=True)
     found: dict[str, object] = {} if has_model else {"model": page.model, "files": dict(page.files)}
     for option, value in applied.options.items():
         found[option] = list(value) if isinstance(value, tuple) else write_value(value)
