@@ -151,7 +151,8 @@ class Floors(NamedTuple):
         times = f"compute {compute}, bandwidth {format_seconds(self.bandwidth_s)}"
         return (
             f"{': '.join([times, *rate])}; "
-            f"{shown['flops_per_byte']:,.4g} FLOPs per byte, compute-bound above {shown['ridge_flops_per_byte']:,.0f}"
+            f"{format_intensity(shown['flops_per_byte'])} FLOPs per byte, "
+            f"compute-bound above {shown['ridge_flops_per_byte']:,.0f}"
         )
 
 
@@ -166,6 +167,10 @@ def find_floors(estimate: Estimate, device: Device, dtype: str | None, width: in
     bandwidth_s = None if bandwidth is None else moved / (bandwidth * 1e9)
     rate = estimate.tokens / max(compute_s, bandwidth_s or 0.0) if estimate.tokens else None
     return Floors(flops, moved, compute_s, bandwidth_s, rate)
+
+
+def format_intensity(flops_per_byte: float) -> str:
+    return f"{flops_per_byte:,.0f}" if flops_per_byte >= 1000 else f"{flops_per_byte:.4g}"
 
 
 def format_rate(tokens_per_s: float) -> str:

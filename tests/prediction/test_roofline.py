@@ -10,7 +10,7 @@ from flopcalc import bind, estimate_flops, predict
 from flopcalc.base.vocabulary import OPTIMIZERS, Execution, Optimizer
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.prediction.build_work import count_step_bytes
-from flopcalc.prediction.roofline import Floors, describe_execution, find_floors
+from flopcalc.prediction.roofline import Floors, describe_execution, find_floors, format_intensity
 
 D, FF, HEADS, KV, HD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 128, 3
 LLAMA: dict[str, Any] = {
@@ -125,3 +125,8 @@ def test_a_prediction_carries_its_floors() -> None:
 )
 def test_what_runs_is_said(execution: Execution, phase: str, words: str) -> None:
     assert words in describe_execution(execution, phase)
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.5, "0.5"), (206.14, "206.1"), (999.6, "999.6"), (12_890.4, "12,890")])
+def test_an_intensity_is_a_plain_number(value: float, text: str) -> None:
+    assert format_intensity(value) == text
