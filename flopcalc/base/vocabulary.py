@@ -46,13 +46,12 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 # What a plan's layout recomputes: the same, and what training frameworks add.
 LayoutRecompute = Literal["none", "light", "selective", "offload", "half", "full", "full-reentrant"]
 LAYOUT_RECOMPUTE: tuple[LayoutRecompute, ...] = get_args(LayoutRecompute)
-# Optimizers whose step is timed; none: no optimizer runs.
-Optimizer = Literal["adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "none"]
+# Optimizers whose memory and step are known; none: no optimizer runs.
+Optimizer = Literal[
+    "adamw", "adamw-foreach", "adamw-master", "adamw-32bit", "adamw-8bit", "adamw-fp8", "adamw-offload", "lion", "sgd",
+    "sgd-momentum", "none",
+]  # fmt: skip
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
-# Optimizers whose memory is known.
-StateOptimizer = Literal[
-    "adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "lion", "sgd", "sgd-momentum"
-]
 # DP-SGD as Opacus does it.
 Clipping = Literal["none", "hooks", "ghost", "fast"]
 CLIPPING: tuple[Clipping, ...] = get_args(Clipping)

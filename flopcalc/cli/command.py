@@ -31,7 +31,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            why = explain_unknown(ctx.info_name, error.option_name)
+            why = explain_unknown(ctx, error.option_name)
             raise (WorkloadError(why) if why else error) from None
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -14,6 +14,18 @@ from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.base.vocabulary import LAYOUT_RECOMPUTE, RECOMPUTE
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, Group, list_fields
 
+# What training frameworks and engines call our options, where the nearest spelling is another one.
+_FOREIGN = {
+    f"{word}{size}": option for size in ("", "_size", "_degree")
+    for word, option in (
+        ("tensor_parallel", "--tp"), ("pipeline_parallel", "--pp"), ("context_parallel", "--cp"),
+        ("expert_parallel", "--ep"),
+        ("data_parallel", "--dp"), ("tensor_model_parallel", "--tp"), ("pipeline_model_parallel", "--pp"),
+        ("expert_model_parallel", "--ep"), ("sequence_length", "--seq"), ("max_length", "--seq"),
+        ("seq_length", "--seq"),
+        ("micro_batch", "--batch"), ("per_device_train_batch", "--batch"), ("max_model_len", "--context"),
+    )
+}  # fmt: skip
 LISTED = ("device", "gpus", "batch", "seq")  # fields that take lists; the last changes fastest
 
 
@@ -119,16 +131,23 @@ def has_list(given: Mapping[str, Any], plot_file: str | None) -> bool:
     return is_list
 
 
-def explain_unknown(command: str | None, flag: str) -> str | None:
-    """Why a command has no such option, if others have it."""
+def explain_unknown(ctx: click.Context, flag: str) -> str | None:
+    """Why a command has no such option: others have it, or it is what a framework calls one of ours."""
     name = flag.lstrip("-").replace("-", "_")
     name = next((each for each, field in FIELDS.items() if field.also == flag.lstrip("-")), name)
-    if name not in FIELDS or not FIELDS[name].in_doors:
-        return None
-    from flopcalc.setup.setup import explain_refusal  # imported lazily: only errors need it
+    if name in FIELDS and FIELDS[name].in_doors:
+        from flopcalc.setup.setup import explain_refusal  # imported lazily: only errors need it
 
-    with use_spelling(spell_option):
-        return explain_refusal(str(command), name)
+        with use_spelling(spell_option):
+            return explain_refusal(str(ctx.info_name), name)
+    group = ctx.parent.command if ctx.parent is not None else None
+    if _FOREIGN.get(name) in [own for option in ctx.command.params for own in option.opts]:
+        return f"no such option {flag}: here it is {_FOREIGN[name]}"
+    if not isinstance(group, click.Group):
+        return None
+    commands = {each: group.get_command(ctx, each) for each in group.list_commands(ctx)}
+    others = [each for each, own in commands.items() if own and any(flag in option.opts for option in own.params)]
+    return f"{ctx.info_name} takes no {flag}: {', '.join(others)} {'do' if others[1:] else 'does'}" if others else None
 
 
 def list_groups(command: click.Command, ctx: click.Context) -> list[tuple[str, list[tuple[str, str]]]]:

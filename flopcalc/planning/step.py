@@ -185,12 +185,11 @@ class LayoutTimer:
         kernel = "auto" if recompute == "selective" else self.kernel  # which keeps no scores
 
         def make(word: str, *, is_light: bool = False) -> Tensors:
-            optimizer = "sgd" if self.optimizer == "none" else self.optimizer
             return list_tensors(
                 self.estimator(word),
                 load,
                 dtype=self.dtype,
-                optimizer=optimizer,
+                optimizer=self.optimizer,
                 attention=kernel,
                 execution=self.execution,
                 is_light=is_light,

@@ -37,12 +37,15 @@ HOST_ONLY = (
     "read",
     "wrapper",
 )
-# Bytes that an optimizer's step reads and writes per trained parameter, in bytes of the parameter: AdamW reads weight,
-# gradient and two states, and writes all but the gradient.
-_READS, _WRITES = 4, 3
-# With master weights: reads fp32 gradient, weight and states, writes fp32 weight and states and the 16-bit weight.
-_MASTER_READS, _MASTER_WRITES = 16, 14
-_NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
+# What an optimizer's step reads and writes per trained parameter: numbers as wide as the parameter, then other bytes.
+# AdamW reads weight, gradient and two states, and writes all but the gradient. With master weights it reads the fp32
+# gradient, weight and states, and writes the fp32 weight, states and the 16-bit weight. An offloaded one is the host's.
+_STEPS: dict[Optimizer, tuple[int, int, int, int]] = {
+    "adamw": (4, 0, 3, 0), "adamw-foreach": (4, 0, 3, 0), "adamw-master": (0, 16, 0, 14), "adamw-32bit": (2, 8, 1, 8),
+    "adamw-8bit": (2, 2, 1, 2), "adamw-fp8": (2, 2, 1, 2), "lion": (3, 0, 2, 0), "sgd": (2, 0, 1, 0),
+    "sgd-momentum": (3, 0, 2, 0), "adamw-offload": (0, 0, 0, 0), "none": (0, 0, 0, 0),
+}  # fmt: skip
+UNTIMED = "the time of {} was not measured: it is that of AdamW for as many bytes"
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
 _BIASED: dict[str, CallKernel] = {"attention_plain": "math", "attention_biased": "efficient"}  # with a trained bias
@@ -172,6 +175,12 @@ def _add_dequantized(
         )
 
 
+def count_step_bytes(optimizer: Optimizer, width: int) -> tuple[int, int]:
+    """Bytes that a step reads and writes per trained parameter of so many bytes."""
+    reads, read, writes, written = _STEPS[optimizer]
+    return reads * width + read, writes * width + written
+
+
 def _add_optimizer(
     rows: list[CountedRow],
     load: Workload,
@@ -185,20 +194,16 @@ def _add_optimizer(
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
     stepped = [(block, row) for block, row, _ in rows if row.trainable and block.group not in silent]
     tensors = count_tensors(stepped) if load.phase == "train" else 0
-    if not tensors or optimizer in ("none", "adamw-offload"):  # the host's step is not in the device's work
+    read, written = count_step_bytes(optimizer, dtype_bytes)
+    if not tensors or not read:
         return
     trained = sum(row.trainable * block.copies for block, row in stepped)
     if optimizer == "adamw-master":
-        reads, writes, tensors = _MASTER_READS * trained, _MASTER_WRITES * trained, 1  # of one flat buffer
-    elif optimizer in _NARROW:
-        reads, writes = (2 * dtype_bytes + 2) * trained, (dtype_bytes + 2) * trained
-    else:
-        reads, writes = _READS * trained * dtype_bytes, _WRITES * trained * dtype_bytes
+        tensors = 1  # one flat buffer
     tied = {row.op.tied for _, row, _ in rows}
     unseen = _count_unseen(stepped, tied, load) / trained
-    moved.append(
-        MemoryCall("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors, unseen=unseen)
-    )
+    sizes = (read * trained, written * trained)
+    moved.append(MemoryCall("optimizer", "optimizer", "optimizer", optimizer, *sizes, tensors=tensors, unseen=unseen))
     if not is_fused:
         hosted += [HostCall("optimizer", "optimizer", way, optimizer, tensors) for way in ("cleared", "optimizer")]
 

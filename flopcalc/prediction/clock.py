@@ -12,7 +12,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import Execution, Phase
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import find_device
-from flopcalc.prediction.build_work import count_calls
+from flopcalc.prediction.build_work import UNTIMED, count_calls
 from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
 from flopcalc.prediction.host_time import (
     ONCE,
@@ -235,7 +235,7 @@ class Clock:
             timed = self.machine.time_moved(moved)
             if moved.direction == "optimizer":
                 if moved.kind not in self.constants["optimizer"]:
-                    self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
+                    self.found_notes[UNTIMED.format(moved.kind)] = None
                 self._put(moved, "optimizer", timed, moved.calls)
             else:
                 self._put(
@@ -475,14 +475,16 @@ class Clock:
             mixed = host_share * others["host"] + (1 - host_share) * others["device"]
             wide += max(others[bound], mixed)
         times = 1.0 if self.is_recorded else widths["borrowed"]
-        if not self.is_typed and self.execution == "eager":
-            times = max(times, widths["untyped"])
+        is_sure = self.is_typed or self.execution != "eager"
         if bound == "device":
             total = sum(piece.seconds for piece in self.pieces)
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
+            wide += 0.0 if is_sure or times > 1 else widths["unmeasured"]
             wide += widths["experts"] if self.has_experts else 0.0
             wide += floor["compiled"] if self.execution != "eager" else 0.0
             wide = max(wide, widths["scaled"]) if self.has_quantized else wide
+        elif not is_sure:
+            times = max(times, widths["untyped"])
         return min(wide * times, most)
 
     def late(self, bound: str, host_factor: float) -> float:

@@ -20,10 +20,11 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.formats.formats import Formats
 from flopcalc.core.model.ops import Attend, Op, iterate
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
-from flopcalc.prediction.build_work import FOUR_BITS
+from flopcalc.prediction.build_work import FOUR_BITS, UNTIMED
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _NAMED = 4  # ops that a note names
+_TIMED = ("adamw", "adamw-foreach", "adamw-master", "adamw-offload", "none")  # the last two take no time there
 
 
 def check_timed(estimator: Estimator) -> None:
@@ -56,8 +57,8 @@ def describe_formats(formats: Formats, optimizer: Optimizer) -> list[str]:
         )
     if formats.cache and formats.cache != formats.attention:
         notes.append(f"attention is timed with a cache in {formats.attention}, not in {formats.cache}")
-    if optimizer in ("adamw-8bit", "adamw-fp8"):
-        notes.append(f"the time of {optimizer} was not measured: it is that of AdamW for as many bytes")
+    if optimizer not in _TIMED:
+        notes.append(UNTIMED.format(optimizer))
     if optimizer == "adamw-offload":
         notes.append(
             "the optimizer's states and step are on the host: its time and that of the transfers is not checked, and "

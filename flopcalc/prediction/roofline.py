@@ -12,7 +12,7 @@ from flopcalc.core.formats.formats import count_cache_bytes
 from flopcalc.core.model.ops import Attend
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
-from flopcalc.prediction.build_work import count_calls, make_work
+from flopcalc.prediction.build_work import count_calls, count_step_bytes, make_work
 from flopcalc.prediction.execution_options import check_execution, find_kernel, match_dtype, settle
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import Attention, ProductCall
@@ -123,11 +123,6 @@ def _read_attention(call: Attention, times: int, machine: Machine) -> Call:
     )
 
 
-# Bytes per byte of a trained parameter that one step moves at least: its gradient is written; AdamW reads gradient,
-# parameter and two states, and writes the last three.
-_UPDATE = {"none": 1, "adamw": 8}
-
-
 class Floors(NamedTuple):
     """What a step computes and moves at least, and the seconds that each takes at the device's published limits."""
 
@@ -156,7 +151,8 @@ class Floors(NamedTuple):
         times = f"compute {compute}, bandwidth {format_seconds(self.bandwidth_s)}"
         return (
             f"{': '.join([times, *rate])}; "
-            f"{shown['flops_per_byte']:,.4g} FLOPs per byte, compute-bound above {shown['ridge_flops_per_byte']:,.0f}"
+            f"{format_intensity(shown['flops_per_byte'])} FLOPs per byte, "
+            f"compute-bound above {shown['ridge_flops_per_byte']:,.0f}"
         )
 
 
@@ -164,13 +160,17 @@ def find_floors(estimate: Estimate, device: Device, dtype: str | None, width: in
     """The floors of a step whose plain numbers take `width` bytes each; `dtype` takes one format for all products."""
     moved = sum(_count_reads(estimator, load, width) * times for estimator, load, times in estimate.terms)
     if estimate.terms[0].load.phase == "train":
-        moved += _UPDATE.get(optimizer, _UPDATE["adamw"]) * estimate.parameters["trainable"] * width
+        moved += (width + sum(count_step_bytes(optimizer, width))) * estimate.parameters["trainable"]  # gradients too
     flops = estimate.total_under("model")
     bandwidth = device.bandwidth_gb_per_s
     compute_s = find_ideal_time(sum_dtypes(estimate, "model"), device=device.id, dtype=dtype).seconds or 0.0
     bandwidth_s = None if bandwidth is None else moved / (bandwidth * 1e9)
     rate = estimate.tokens / max(compute_s, bandwidth_s or 0.0) if estimate.tokens else None
     return Floors(flops, moved, compute_s, bandwidth_s, rate)
+
+
+def format_intensity(flops_per_byte: float) -> str:
+    return f"{flops_per_byte:,.0f}" if flops_per_byte >= 1000 else f"{flops_per_byte:.4g}"
 
 
 def format_rate(tokens_per_s: float) -> str:

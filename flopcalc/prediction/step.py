@@ -69,7 +69,7 @@ class Prediction(NamedTuple):
     host_s: float
     mfu: float
     hfu: float
-    tokens_per_s: float | None  # None: the step has images alone
+    tokens_per_s: float | None  # None: the step has images alone, or makes them
     breakdown: dict[str, float]  # kind -> seconds; they add up to the likeliest time
     modules: dict[str, float]  # module -> seconds on the device
     memory: Memory | None
@@ -237,6 +237,8 @@ def predict_estimate(
         memory = False
         notes.append("the memory of diffusion models is not predicted: no tensors of theirs were recorded")
         prediction = _compare_weights(prediction, estimate, machine.device)
+        floors = prediction.floors and prediction.floors._replace(tokens_per_s=None)
+        prediction = prediction._replace(tokens_per_s=None, floors=floors)  # people count images and videos
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
     notes += [prediction.power.describe()] if prediction.power is not None else []
@@ -306,10 +308,9 @@ class _Settings(NamedTuple):
 
     @property
     def memory_settings(self) -> dict[str, Any]:
-        optimizer = "sgd" if self.optimizer == "none" else self.optimizer
         return {
             "dtype": self.machine.dtype,
-            "optimizer": optimizer,
+            "optimizer": self.optimizer,
             "attention": self.kernel,
             "execution": self.execution,
         }

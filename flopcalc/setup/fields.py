@@ -128,7 +128,7 @@ class SetupKeywords(TypedDict, total=False):
     head: Annotated[str, Field("The model's head, instead of the one that its config names; N: labels (default: the config's).", "model", _ALL, metavar="lm|none|sequence:N|token:N")]
     mtp: Annotated[int | bool | str, Field("Layers of multi-token prediction: as many as the config says, or N.", "model", _ALL, "mtp", "[N]")]
     trace: Annotated[bool, Field("Count HF's own code instead of a spec and cache the result (needs torch once).", "model", "ECT", "flag")]
-    launch: Annotated[Any, Field("A launch file: axolotl, LLaMA-Factory, ms-swift, TRL, verl or accelerate YAML, a shell script of verl, OpenRLHF or TRL, torchtitan TOML, HF TrainingArguments JSON; repeatable. Other options win over it.", "model", _PLAN, "path", "FILE…")]
+    launch: Annotated[Any, Field("A launch file: axolotl, LLaMA-Factory, ms-swift, TRL, verl or accelerate YAML, a shell script of verl, OpenRLHF or TRL, torchtitan TOML, JSON of HF TrainingArguments or DeepSpeed; or a line in quotes ('accelerate launch … train.py …'); repeatable. Other options win over it.", "model", _PLAN, "path", "FILE…")]
     # work
     batch_size: Annotated[Size, Field("Samples of one micro-batch, on each GPU{ECXT: (or group of GPUs that share a sample)}.", "work", _COUNT + "K", "size", "N", default="1")]
     seq_len: Annotated[Size, Field("Length per sample, visual tokens included; 4k is 4,096.", "work", _PLAN + "K", "size", "N")]
@@ -184,7 +184,7 @@ class SetupKeywords(TypedDict, total=False):
     gradient_checkpointing: Annotated[bool, Field("The same as recompute full.", "training", _ALL + "K", "flag")]
     clipping: Annotated[Clipping, Field("Per-sample clipping (DP-SGD) as in Opacus; counted under convention hardware.", "training", "ECXTB", "word", words=CLIPPING, default="none")]
     recipe: Annotated[Recipe | Mapping[str, Any], Field("freeze, train_only, lora, recompute and clipping as one value.", "training", "ECXTPLB", "value", in_doors=False)]
-    objective: Annotated[Objective | Mapping[str, Any] | str, Field("Count all passes of a step of DPO, GRPO, reward training or distillation; grpo needs completion=N, distill teacher=MODEL; default: plain training.", "training", "E", "objective", "dpo|grpo|reward|distill,KEY=VALUE")]
+    objective: Annotated[Objective | Mapping[str, Any] | str, Field("Count all passes of a step of DPO, GRPO, reward training or distillation; grpo needs completion=N, distill teacher=MODEL; none: plain training, the default.", "training", "E", "objective", "dpo|grpo|reward|distill,KEY=VALUE")]
     # number formats
     compute: Annotated[str, Field("Number format of matrix products, such as bf16, fp16, tf32, fp32 or fp8.", "formats", _ALL, metavar="FORMAT")]
     dtype: Annotated[str, Field("The same as compute; a dtype in the config wins over the default, bf16.", "formats", _ALL, metavar="FORMAT")]
@@ -201,7 +201,7 @@ class SetupKeywords(TypedDict, total=False):
     execution: Annotated[Execution, Field("How the step runs: eager (HF's code), compiled (torch.compile), graphs (compiled, as CUDA graphs), fused (kernels of a training framework){P:; predict's default: eager}{L:; plan's default: fused}.", "hardware", "PL", "word", words=EXECUTIONS)]
     compiled: Annotated[bool, Field("The same as execution compiled.", "hardware", "P", "flag")]
     routing: Annotated[str | os.PathLike[str] | Sequence[int] | Sequence[Sequence[int]], Field("How routers deal tokens out to experts: even, spread:S (standard deviation over the mean, 0 to 1), rows per expert as N,N,…, or a JSON file of rows. Models without experts take even alone.", "hardware", _ALL, "routing", "even|spread:S|N,N,…|FILE", default="even")]
-    optimizer: Annotated[Optimizer, Field("adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none{P:; predict's default: adamw}{L:; plan's default: adamw-master}.", "hardware", "PL", "word", "adamw|adamw-8bit|…", words=OPTIMIZERS)]
+    optimizer: Annotated[Optimizer, Field("adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; adamw-32bit: fp32 states of bf16 weights; adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; lion, sgd, sgd-momentum; none{P:; predict's default: adamw}{L:; plan's default: adamw-master}.", "hardware", "PL", "word", "adamw|adamw-8bit|…", words=OPTIMIZERS)]
     host_factor: Annotated[Number, Field("Your CPU's slowdown relative to the calibrated host.", "hardware", "P", "number", "F", default="1")]
     transformers: Annotated[str, Field("Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.", "hardware", "P", metavar="VERSION")]
     pause_s: Annotated[Number, Field("How long the host does something else after each step.", "hardware", "P", "value", in_doors=False)]

@@ -295,10 +295,9 @@ def _find_memory(page: Page) -> tuple[SetupEstimate, Memory]:
         picked = find_kernel(device, kind, setup.attention_kernel)
         is_asked = setup.attention_kernel != "auto"
         estimate, kernel, _ = settle_estimate(estimate, picked, execution, is_asked=is_asked)
-    optimizer = setup.get("optimizer", "adamw")
     settings: dict[str, Any] = {
         "dtype": setup.formats.compute,
-        "optimizer": "sgd" if optimizer == "none" else optimizer,
+        "optimizer": setup.get("optimizer", "adamw"),
         "attention": kernel,
         "execution": execution,
         "is_adding": sum(term.times for term in estimate.terms) > 1,

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from flopcalc.setup.launch import apply_launch, read_launch, write_value
-from flopcalc.web.setups import Page, put_files
+from flopcalc.web.setups import Page, check_name, put_files
 
 _NAME = re.compile(r"[^\w.-]", re.ASCII)
 
@@ -20,8 +20,13 @@ def read_launch_file(name: str, text: str, page: Page) -> dict[str, Any]:
     plain = _NAME.sub("_", os.path.basename(name)) or "launch.yaml"
     with put_files([(plain, text)]) as folder:
         path = os.path.join(folder, plain)
-        has_model = "model" in read_launch(path).taken
-        applied = apply_launch(path, "estimate", {}, None if has_model else page.model or None)
+        taken = read_launch(path, is_alone=True).taken
+        has_model = "model" in taken
+        if has_model:
+            check_name(taken["model"].value, f"{taken['model'].key}: ")
+        given = {name: page.fields[name] for name in ("objective",) if name in page.fields}
+        model = None if has_model else page.model or None
+        applied = apply_launch(path, "estimate", given, model, is_alone=True)
     found: dict[str, object] = {} if has_model else {"model": page.model, "files": dict(page.files)}
     for option, value in applied.options.items():
         found[option] = list(value) if isinstance(value, tuple) else write_value(value)

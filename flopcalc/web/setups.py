@@ -9,13 +9,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_file
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
-from flopcalc.base.files import MAX_JSON_BYTES
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.spelling import KEYWORDS, LISTS, spell_option
 from flopcalc.base.units import parse_size
 from flopcalc.base.vocabulary import Convention
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.config import Source, load_config
+from flopcalc.core.model.config import ADAPTER, Source, load_config
 from flopcalc.setup.counting import SetupEstimate, bind_setup, count_bound
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, list_fields
 from flopcalc.setup.setup import BESIDE, Setup, make_setup
@@ -149,7 +150,10 @@ def list_given(page: Page, command: Command) -> dict[str, Any]:
 
 
 def make_page_setup(page: Page, command: Command) -> Setup:
-    return make_setup(command, load_model(page), list_given(page, command))
+    setup = make_setup(command, load_model(page), list_given(page, command))
+    if (objective := setup.get("objective")) is not None and objective.teacher is not None:
+        check_name(objective.teacher, "teacher: ")
+    return setup
 
 
 def count_page(
@@ -174,16 +178,33 @@ def load_model(page: Page) -> Source:
     if not page.files:
         if not page.model:
             raise ConfigError("which model? Choose a preset, or give a config.json")
-        if _HUB_ID.fullmatch(page.model) is None and ("/" in page.model or page.model.endswith(".json")):
-            raise ConfigError(f"{page.model[:200]!r}: no preset; drop its config.json, or ask the hub")
+        check_name(page.model)
         return load_config(page.model, model_type=model_type)
     names = dict(page.files)
     # One file is read by its own name, as `flopcalc estimate my.json` would; several are a folder.
     single = next(iter(names)) if len(names) == 1 else "config.json" if "config.json" in names else ""
     with put_files(page.files) as folder:
+        adapter = single or ADAPTER
+        if os.path.basename(adapter) == ADAPTER and adapter in names:
+            _check_base(read_json(os.path.join(folder, adapter), MAX_JSON_BYTES, ConfigError), names)
         source = load_config(os.path.join(folder, single) if single else folder, model_type=model_type)
     name = page.model or source.name
     return source.replace(name=name, where=_shorten(source.where, folder), reference=_shorten(source.reference, folder))
+
+
+def check_name(name: str, before: str = "") -> None:
+    """A name is that of a preset or a hub id: no file or folder of the machine that serves the page is read."""
+    is_path = "/" in name and _HUB_ID.fullmatch(name) is None
+    is_here = os.path.exists(os.path.expanduser(name)) and find_data_file("presets", name) is None
+    if is_path or name.endswith(".json") or is_here:
+        raise ConfigError(f"{before}{name[:200]!r}: no preset; drop its config.json, or ask the hub")
+
+
+def _check_base(adapter: object, names: Iterable[str]) -> None:
+    """The base that an adapter names was dropped with it, or is a name."""
+    base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
+    if isinstance(base, str) and base not in map(os.path.dirname, names):
+        check_name(base, f"{ADAPTER}: its base: ")
 
 
 @contextmanager

@@ -40,6 +40,15 @@ def test_recorded_denoisers_borrow_nothing(model: str, parts: str | None, is_rec
     assert not any("has no" in note for note in found.notes)
 
 
+def test_a_sampling_run_makes_images_not_tokens() -> None:
+    found = predict("flux.1-dev", device="h200", images=[(512, 512)], sampling_steps=2, batch_size=3)
+    assert found.tokens_per_s is None
+    assert found.floors is not None
+    assert found.floors.tokens_per_s is None
+    assert found.rate == (3 / found.step_time_s.mid, "samples")
+    assert found.describe_rate().endswith(" samples/s")
+
+
 @pytest.mark.parametrize(("device", "fits"), [("rtx-4090", False), ("h200", None)])
 def test_weights_of_a_pipeline_that_do_not_fit_are_said(device: str, fits: bool | None) -> None:
     found = predict("flux.1-dev", device=device, images=["1024x1024"])

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops, predict
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import OPTIMIZERS, Execution, Optimizer
 from flopcalc.hardware.devices import Device, find_device
-from flopcalc.prediction.roofline import Floors, describe_execution, find_floors
+from flopcalc.prediction.build_work import count_step_bytes
+from flopcalc.prediction.roofline import Floors, describe_execution, find_floors, format_intensity
 
 D, FF, HEADS, KV, HD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 128, 3
 LLAMA: dict[str, Any] = {
@@ -23,7 +24,7 @@ ALL = WEIGHTS + VOCAB * D + (2 * LAYERS + 1) * D  # and the table of words, and 
 H200 = find_device("h200")
 
 
-def find(config: Any, recipe: dict[str, Any] | None = None, optimizer: str = "adamw", **sizes: Any) -> Floors:
+def find(config: Any, recipe: dict[str, Any] | None = None, optimizer: Optimizer = "adamw", **sizes: Any) -> Floors:
     return find_floors(bind(config, recipe=recipe)(**sizes), H200, "bf16", 2, optimizer)
 
 
@@ -56,8 +57,21 @@ def test_bytes(config: Any, arguments: dict[str, Any], numbers: int) -> None:
     assert find(config, **arguments).bytes == 2 * numbers
 
 
-def test_optimizer_and_frozen_weights() -> None:
-    assert find(LLAMA, optimizer="none", seq_len=8).bytes == 2 * (2 * WEIGHTS + ALL)
+# Bytes per bf16 parameter: weight and gradient are read, the weight is written, and so are states.
+STEP_BYTES = {
+    "adamw": 8 + 6, "adamw-foreach": 8 + 6, "adamw-master": 16 + 14, "adamw-32bit": 12 + 10, "adamw-8bit": 6 + 4,
+    "adamw-fp8": 6 + 4, "adamw-offload": 0, "lion": 6 + 4, "sgd": 4 + 2, "sgd-momentum": 6 + 4, "none": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_moves_its_states(optimizer: Optimizer) -> None:
+    moved = STEP_BYTES[optimizer]
+    assert find(LLAMA, optimizer=optimizer, seq_len=8).bytes == 4 * WEIGHTS + (2 + moved) * ALL
+    assert sum(count_step_bytes(optimizer, 2)) == moved
+
+
+def test_frozen_weights() -> None:
     # The head alone trains: no gradient goes further back, so every weight is read once.
     found = find(LLAMA, {"train_only": "lm_head"}, seq_len=8)
     assert found.bytes == 2 * (WEIGHTS + 8 * D * VOCAB)
@@ -111,3 +125,8 @@ def test_a_prediction_carries_its_floors() -> None:
 )
 def test_what_runs_is_said(execution: Execution, phase: str, words: str) -> None:
     assert words in describe_execution(execution, phase)
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.5, "0.5"), (206.14, "206.1"), (999.6, "999.6"), (12_890.4, "12,890")])
+def test_an_intensity_is_a_plain_number(value: float, text: str) -> None:
+    assert format_intensity(value) == text

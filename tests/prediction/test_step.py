@@ -325,7 +325,7 @@ def test_an_unknown_type_is_usual(load: dict[str, Any], phase: str, types: dict[
     assert [clock.evidence()["host_measured"] for clock in (found, usual)] == [False, True]
     # Both are less sure.
     assert found.error("host") == pytest.approx(min(1.5 * usual.error("host"), 2.3 * 0.35))
-    assert found.error("device") == pytest.approx(1.5 * usual.error("device"))
+    assert found.error("device") == pytest.approx(usual.error("device") + 0.05)
 
 
 @pytest.mark.parametrize(
@@ -737,7 +737,7 @@ def test_foreach_takes_longer_and_says_what_it_rests_on() -> None:
     fused = predict("llama-3.2-1b", device="h200", advise=False, **LARGE)
     found = predict("llama-3.2-1b", device="h200", advise=False, optimizer="adamw-foreach", **LARGE)
     assert found.breakdown["optimizer"] == pytest.approx(3 * fused.breakdown["optimizer"], rel=1e-3)  # but its start
-    assert "adamw-foreach was not measured: its bytes at the fused one's speed" in found.notes
+    assert "the time of adamw-foreach was not measured: it is that of AdamW for as many bytes" in found.notes
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from hostile import OddPath
 
 from flopcalc import ConfigError, FlopcalcError, estimate_flops, plan, predict
 from flopcalc.cli import main
-from flopcalc.setup.launch import FRAMEWORKS, read_launch
+from flopcalc.setup.fields import Command
+from flopcalc.setup.launch import FRAMEWORKS, apply_launch, read_launch
 
 AXOLOTL = """
 base_model: Qwen/Qwen3-8B
@@ -151,8 +152,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     ),
     "ray.yaml": (
         RAY_SWIFT, "ms-swift with Megatron",
-        {"model": "qwen3-4b", "seq_len": 2048, "batch_size": 2, "gpus": 4, "tp": 2, "global_batch": 16},
-        ["rlhf_type"],
+        {"model": "qwen3-4b", "seq_len": 2048, "batch_size": 2, "gpus": 4, "tp": 2, "global_batch": 16,
+         "objective": "grpo,completion=512,reference=yes"},
+        [],
     ),
     "v1.yaml": (
         LLAMAFACTORY_V1, "LLaMA-Factory v1",
@@ -383,3 +385,113 @@ def test_the_pixel_limit_needs_an_image(tmp_path: Path) -> None:
 def test_every_framework_has_its_table() -> None:
     folder = Path(__file__).parents[2] / "flopcalc" / "setup" / "launch"
     assert {path.stem for path in folder.glob("*.toml")} == set(FRAMEWORKS)
+
+
+BASE = "per_device_train_batch_size: 1\nmax_length: 8\nmodel_name_or_path: gpt2\n"
+OPTIMIZED: list[tuple[str, str, str, str | None]] = [
+    # file, text, command, the optimizer that is taken; None: the command's own
+    ("trl.yaml", BASE + "optim: adamw_bnb_8bit", "predict", "adamw-8bit"),
+    ("trl.yaml", BASE + "optim: paged_adamw_8bit", "plan", "adamw-8bit"),
+    ("trl.yaml", BASE + "optim: paged_adamw_32bit", "predict", "adamw-32bit"),
+    ("trl.yaml", BASE + "optim: adamw_torch", "predict", "adamw-foreach"),
+    ("trl.yaml", BASE + "optim: adamw_torch_fused", "predict", "adamw"),
+    ("trl.yaml", BASE + "optim: adamw_torch_fused", "plan", None),  # with float32 weights beside
+    ("trl.yaml", BASE + "optim: adamw_torch_fused", "estimate", None),
+    ("args.json", json.dumps({"output_dir": "x", "model_name_or_path": "gpt2", "optim": "sgd"}), "predict", "sgd"),
+    ("a.yml", "base_model: gpt2\noptimizer: ao_adamw_fp8\n", "predict", "adamw-fp8"),
+    ("a.yml", "base_model: gpt2\noptimizer: lion_pytorch\n", "plan", "lion"),
+    ("lf.yaml", BASE + "stage: sft\noptim: adamw_8bit\n", "predict", "adamw-8bit"),
+    ("swift.yaml", "model: gpt2\nmax_length: 8\noptim: adamw_8bit\n", "predict", "adamw-8bit"),
+    ("v1.yaml", LLAMAFACTORY_V1 + "optim_config: {name: adamw_8bit}\n", "predict", "adamw-8bit"),
+    ("megatron.yaml", MEGATRON_SWIFT + "optimizer: adam\n", "plan", "adamw-master"),
+    ("megatron.yaml", MEGATRON_SWIFT + "optimizer_cpu_offload: true\n", "plan", "adamw-offload"),
+    ("titan.toml", TITAN + "[optimizer]\nname = 'AdamW'\n", "predict", "adamw"),
+    ("ds.json", json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}), "plan",
+     "adamw-master"),
+    ("ds.json", json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}), "plan",
+     "adamw-offload"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "command", "optimizer"), OPTIMIZED)
+def test_the_optimizer_reaches_the_setup(
+    name: str, text: str, command: Command, optimizer: str | None, tmp_path: Path
+) -> None:
+    applied = apply_launch(write(tmp_path, name, text), command, {"gpus": 16}, "gpt2")
+    assert applied.options.get("optimizer") == optimizer
+    assert not any("optim" in each for each in applied.report["not_understood"])
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lion_8bit"])
+def test_an_optimizer_that_is_not_known_is_said(optimizer: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "trl.yaml", f"{BASE}optim: {optimizer}\n")
+    for command, expected in (
+        ("estimate", []),
+        ("plan", [f"optim: {optimizer}, not known here; the default one is taken"]),
+    ):
+        applied = apply_launch(path, command, {"gpus": 1})
+        assert (applied.report["not_understood"], applied.options.get("optimizer")) == (expected, None)
+
+
+def test_deepspeed_says_the_stage_of_a_plan(tmp_path: Path) -> None:
+    path = write(tmp_path, "ds.json", json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    applied = apply_launch(path, "plan", {}, "gpt2")
+    assert (applied.options["zero"], applied.options["compute"]) == (3, "bf16")
+    assert "zero" not in apply_launch(path, "estimate", {}, "gpt2").options
+
+
+TRAIN = "--model_name_or_path gpt2 --per_device_train_batch_size 4 --max_length 64 --output_dir x"
+ARGUED = {"model": "gpt2", "seq": 64, "batch": 4, "grad_accum": 1}
+LINES: list[tuple[str, tuple[str, ...], dict[str, Any], list[str]]] = [
+    # line, frameworks, what is taken, what is not understood
+    (f"accelerate launch --num_processes 8 --mixed_precision bf16 train.py {TRAIN}",
+     ("HF TrainingArguments", "accelerate"), {**ARGUED, "gpus": 8, "compute": "bf16"}, []),
+    (f"CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=8 --nnodes 2 --rdzv_backend c10d train.py {TRAIN}",
+     ("HF TrainingArguments", "torchrun"), {**ARGUED, "gpus": 16}, []),
+    (f"python -m torch.distributed.run --nproc_per_node gpu train.py {TRAIN} --bf16",
+     ("HF TrainingArguments", "torchrun"), {**ARGUED, "compute": "bf16"}, ["nproc_per_node: 'gpu'"]),
+    (f"deepspeed --num_gpus=4 train.py --deepspeed ds.json {TRAIN}",
+     ("HF TrainingArguments", "deepspeed"), {**ARGUED, "gpus": 4}, []),
+    ("torchrun --nproc_per_node 8 train.py --width 3", ("torchrun",), {"gpus": 8}, ["width"]),
+    ("accelerate launch --num_processes 2 sft.py --config sft.yaml --max_length 32",
+     ("TRL", "accelerate"), {"model": "gpt2", "seq": 32, "gpus": 2, "batch": 1}, []),
+    ("accelerate launch --config_file acc.yaml -m axolotl.cli.train axolotl.yml",
+     ("axolotl", "accelerate"), {"model": "gpt2", "seq": 16, "gpus": 8}, []),
+    ("NPROC_PER_NODE=8 swift rlhf --model gpt2 --max_length 64 --tuner_type full",
+     ("ms-swift", "environment"), {"gpus": 8, "objective": "dpo", "seq": 64}, []),
+    ("llamafactory-cli train no-such.yaml --model_name_or_path gpt2 --stage sft",
+     ("LLaMA-Factory",), {"model": "gpt2", "seq": 2048}, ["no-such.yaml: not read"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "frameworks", "taken", "unknown"), LINES)
+def test_a_line_is_read_as_its_file_would_be(
+    line: str, frameworks: tuple[str, ...], taken: dict[str, Any], unknown: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    write(tmp_path, "sft.yaml", BASE)
+    write(tmp_path, "axolotl.yml", "base_model: gpt2\nsequence_len: 16\n")
+    write(tmp_path, "acc.yaml", ACCELERATE)
+    monkeypatch.chdir(tmp_path)
+    for launch in (line, write(tmp_path, "run.sh", line.replace(" --", " \\\n  --"))):
+        found = read_launch(launch)
+        assert found.frameworks == frameworks
+        assert {word: found.taken[word].value for word in taken} == taken
+        assert list(found.not_understood) == unknown
+        assert ("gpus" in found.taken) == ("gpus" in taken)
+
+
+def test_a_line_counts_on_its_gpus() -> None:
+    found = estimate_flops(launch=LINES[0][0])
+    assert found.total == estimate_flops("gpt2", seq_len=64, batch_size=4, gpus=8).total
+    assert "taken from accelerate launch --num_processes 8 … (HF TrainingArguments)" in found.notes[0]
+    with pytest.raises(ConfigError, match="make dinner: neither a file nor a line that starts a training"):
+        estimate_flops(launch="make dinner")
+
+
+def test_a_file_that_a_dropped_script_names_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "sft.yaml", BASE)
+    monkeypatch.chdir(tmp_path)
+    found = read_launch("trl sft --config sft.yaml --max_length 8", is_alone=True)
+    assert "model" not in found.taken
+    assert found.not_understood == ("sft.yaml: not read",)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flopcalc import FlopcalcError, Workload, estimate_flops, mfu
-from flopcalc.setup.launch import read_launch
+from flopcalc.setup.launch import apply_launch, read_launch
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
@@ -147,6 +147,54 @@ teacher_model: Qwen/Qwen3-8B
 max_length: 512
 """
 AXOLOTL = "base_model: Qwen/Qwen3-0.6B\nrl: grpo\ntrl: {max_completion_length: 64, beta: 0}\nsequence_len: 256\n"
+# Text of a file, and what it means; without a comma or a known name: passes that are not counted.
+MEANT = [
+    ("a.yml", "base_model: gpt2\nrl: orpo\nsequence_len: 8\n", "dpo,reference=no"),
+    ("a.yml", "base_model: gpt2\nrl: kto\nsequence_len: 8\n", "kto"),
+    ("a.yml", "base_model: gpt2\nprocess_reward_model: true\n", "rewards of steps"),
+    ("lf.yaml", "model_name_or_path: gpt2\nstage: dpo\nfinetuning_type: full\npref_loss: simpo\n", "dpo,reference=no"),
+    ("lf.yaml", "model_name_or_path: gpt2\nstage: dpo\nfinetuning_type: full\npref_loss: sigmoid\n", "dpo"),
+    ("lf.yaml", "model_name_or_path: gpt2\nstage: ppo\nfinetuning_type: full\n", "ppo"),
+    ("lf.yaml", "model_name_or_path: gpt2\nstage: sft\nfinetuning_type: full\n", None),
+    ("swift.yaml", "model: gpt2\ntuner_type: full\nrlhf_type: cpo\n", "dpo,reference=no"),
+    ("swift.yaml", "model: gpt2\ntuner_type: full\nrlhf_type: kto\n", "kto"),
+    ("swift.yaml", "model: gpt2\ntuner_type: full\nrlhf_type: grpo\n", "grpo,completion=512,reference=yes"),
+    ("run.sh", "swift sft --model gpt2 --max_length 8\n", None),
+    ("run.sh", "trl kto --model_name_or_path gpt2\n", "kto"),
+    ("run.sh", "trl orpo --model_name_or_path gpt2\n", "dpo,reference=no"),
+    ("run.sh", "trl sft --model_name_or_path gpt2\n", None),
+    ("run.sh", "trl rloo --model_name_or_path gpt2\n", "rloo"),
+    ("run.sh", "python examples/scripts/dpo.py --model_name_or_path gpt2\n", "dpo"),
+    ("trl.yaml", "model_name_or_path: gpt2\nmax_length: 8\nbeta: 0.1\n", "preference training or RL"),
+    ("trl.yaml", "model_name_or_path: gpt2\nmax_length: 8\n", None),
+    ("verl.sh", VERL.replace("adv_estimator=grpo", "adv_estimator=gae"), "PPO with a critic"),
+    ("verl.sh", VERL.replace("algorithm.adv_estimator=grpo", ""), "PPO with a critic"),
+    ("verl.sh", VERL.replace("adv_estimator=grpo", "adv_estimator=remax"), "remax"),
+    ("rl.sh", REINFORCE.replace("--algo.advantage.estimator rloo", ""), "PPO with a critic"),
+    ("sft.sh", OPENRLHF.replace("train_dpo", "train_sft"), None),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "meant"), MEANT)
+def test_no_objective_is_taken_for_plain_training(name: str, text: str, meant: str | None, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    taken = read_launch(path).taken
+    assert (taken["objective"].value if "objective" in taken else None) == meant
+    assert not any("stage" in each or each.startswith(("rl", "command")) for each in read_launch(path).not_understood)
+    if meant in ("kto", "remax", "PPO with a critic", "preference training or RL"):
+        with pytest.raises(
+            FlopcalcError, match=f"means {meant}, whose passes are not counted: give objective dpo, grpo,"
+        ):
+            estimate_flops(launch=path)
+        plain = estimate_flops(launch=path, objective="none", seq_len=8, global_batch=None)
+        assert plain.total
+        assert not plain.passes
+        assert f"plan takes plain training; {meant} has other passes" in str(
+            apply_launch(path, "plan", {"gpus": 8}).notes
+        )
+
+
 FILES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("verl.sh", VERL, "verl", {
         "objective": "grpo,completion=1024,score=yes,reference=yes", "seq": 1536, "gpus": 4, "global_batch": 128,

@@ -177,6 +177,35 @@ def test_errors_are_one_line(question: Any, error: str) -> None:
     assert "\n" not in found["error"]
 
 
+def test_no_name_reads_a_file_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the model, nor an adapter's base, a teacher or a launch file's model; what was dropped too is read."""
+    for name in ("here", "gpt2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+    for path in ("here", str(tmp_path / "here"), "./here", "..", "here/config.json"):
+        files = {"adapter_config.json": json.dumps({**adapter, "base_model_name_or_path": path})}
+        for setup, before in (
+            ({"model": path}, ""),
+            ({"files": files}, "adapter_config.json: its base: "),
+            ({"files": {**files, "a/config.json": "{}"}}, "adapter_config.json: its base: "),
+            ({"model": "gpt2", "objective": f"distill,teacher={path}"}, "teacher: "),
+        ):
+            assert ask("flops", {**setup, "seq": "8"}) == {
+                "error": f"{before}{path!r}: no preset; drop its config.json, or ask the hub"
+            }
+        assert ask("launch", {}, name="a.yml", text=f"base_model: {path}\nsequence_len: 8\n") == {
+            "error": f"base_model: {path!r}: no preset; drop its config.json, or ask the hub"
+        }
+    assert ask("flops", {"model": "gpt2", "seq": "8"})["estimate"]["parameters"]["total"] == 124_439_808
+    files = {"adapter_config.json": json.dumps({**adapter, "base_model_name_or_path": "Qwen/Qwen3-0.6B"})}
+    assert "error" not in ask("flops", {"files": files, "seq": "8"})
+    files = {"adapter_config.json": json.dumps({**adapter, "base_model_name_or_path": "base"})}
+    found = ask("flops", {"files": {**files, "base/config.json": json.dumps(LLAMA)}, "seq": "8"})
+    assert found["estimate"]["parameters"]["trainable"] == 3 * 4 * (24 + 24)
+
+
 AXOLOTL = """
 base_model: Qwen/Qwen3-8B
 adapter: qlora

@@ -44,8 +44,10 @@ class Objective(Value):
         return self.name in ("dpo", "reward")
 
 
-def read_objective(value: object) -> Objective:
-    """'grpo,completion=512,reference=yes', or a mapping with the name under `name`."""
+def read_objective(value: object) -> Objective | None:
+    """'grpo,completion=512,reference=yes', or a mapping with the name under `name`; 'none' is plain training."""
+    if value == "none":
+        return None
     if isinstance(value, str):
         name, *pieces = value.split(",")
         said: dict[str, Any] = {"name": name.strip()}

@@ -357,8 +357,11 @@ def describe_measured_mfu(device: str, estimate: Estimate) -> str | None:
     low, high = min(row["mfu"] for row in chosen), max(row["mfu"] for row in chosen)
     sizes = sorted(row["model_flops"] / flops for row in chosen)
     about = table.provenance
+    one = len(chosen) == 1
+    which = "1 training step of another model" if one else f"{len(chosen)} training steps of other models"
+    sized = f"{sizes[0]:.2g}" + ("" if one else f" to {sizes[-1]:.2g}")
+    reached = f"{100 * low:.0f}" + ("" if one else f" to {100 * high:.0f}")
     return (
-        f"{len(chosen)} training steps of other models measured on {about.get('device')} "
-        f"({str(about.get('date'))[:10]}), of {sizes[0]:.2g} to {sizes[-1]:.2g} times these FLOPs, reached an MFU of "
-        f"{100 * low:.0f} to {100 * high:.0f} %: measured elsewhere, not a prediction"
+        f"{which} measured on {about.get('device')} ({str(about.get('date'))[:10]}), of {sized} times these FLOPs, "
+        f"reached an MFU of {reached} %: measured elsewhere, not a prediction"
     )

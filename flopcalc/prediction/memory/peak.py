@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.base.units import format_bytes
-from flopcalc.base.vocabulary import CAST_FORMATS, Execution, StateOptimizer
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution
+from flopcalc.base.vocabulary import Optimizer as OptimizerName
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
@@ -65,12 +66,14 @@ _STATES = {
     "adamw": Optimizer(2, 0, 0),  # fused: one kernel, no temporaries
     "adamw-foreach": Optimizer(2, 0, 1),  # square roots of all second moments at once
     "adamw-master": Optimizer(2, FLOAT, 0, FLOAT, True),
+    "adamw-32bit": Optimizer(2, FLOAT, 0),  # bitsandbytes: float32 states of narrower parameters
     "adamw-8bit": Optimizer(2, 1, 0, block=256),  # bitsandbytes and torchao: a float32 scale per 256 numbers
     "adamw-fp8": Optimizer(2, 1, 0, block=256),
     "adamw-offload": Optimizer(0, 0, 0),  # its states, and float32 copies of the weights, are on the host
     "lion": Optimizer(1, 0, 0),
     "sgd": Optimizer(0, 0, 0),
     "sgd-momentum": Optimizer(1, 0, 0),
+    "none": Optimizer(0, 0, 0),
 }
 
 
@@ -151,7 +154,7 @@ def predict_memory(
     load: Workload,
     *,
     dtype: str | None = None,
-    optimizer: StateOptimizer = "adamw",
+    optimizer: OptimizerName = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
     shards: Shards = Shards(),  # noqa: B008
@@ -176,7 +179,7 @@ def list_tensors(
     load: Workload,
     *,
     dtype: str | None = None,
-    optimizer: StateOptimizer = "adamw",
+    optimizer: OptimizerName = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
     is_light: bool = False,

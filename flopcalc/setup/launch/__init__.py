@@ -1,4 +1,4 @@
-"""Launch files of training frameworks: the model, LoRA, precision, batch, length, checkpointing, GPUs."""
+"""Launch files and lines of training frameworks: model, LoRA, precision, batch, length, checkpointing, GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.data import load_toml, read_table
 from flopcalc.base.errors import ConfigError, format_value
-from flopcalc.base.files import read_path
+from flopcalc.base.files import read_path, read_text
+from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, read_size
+from flopcalc.base.vocabulary import OBJECTIVES, OPTIMIZERS
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.setup.fields import Command, list_fields
 from flopcalc.setup.launch.script import read_script
@@ -29,8 +31,10 @@ FRAMEWORKS = (
     "verl",
     "openrlhf",
     "accelerate",
+    "deepspeed",
     "training_arguments",
 )
+_SCRIPT_LIMIT = 500_000
 _FOLDER = os.path.dirname(__file__)
 # An option that is given takes the place of these too.
 _TOGETHER = (
@@ -48,37 +52,86 @@ class Launch(NamedTuple):
     not_understood: tuple[str, ...]
 
 
-def read_launch(launch: Any) -> Launch:
-    """Read one launch file or several; where two say the same, the first one holds."""
+class _Part(NamedTuple):
+    """Settings of one framework, and its table."""
+
+    label: str
+    values: dict[str, Any]
+    table: dict[str, Any]
+
+
+def read_launch(launch: Any, *, is_alone: bool = False) -> Launch:
+    """Read one launch file or line, or several; where two say the same, the first one holds.
+
+    `is_alone`: files that a script names are not read.
+    """
     form = "the path of a launch file, or several"
     paths = [launch] if isinstance(launch, (str, os.PathLike)) else check_items(launch, "launch", ConfigError, form)
     if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
         raise ConfigError(f"launch must be {form}, not {format_value(launch)}")
-    names = [read_path(path, "launch", ConfigError) for path in paths]
-    settings = LaunchSettings()
-    frameworks, unknown = [], []
-    for path in names:
-        values = read_script(path) if path.endswith(".sh") else None
-        values = values or _flatten(read_table(path, "a launch file other than a .sh script", "launch", ConfigError))
-        table = _detect(values, path)
-        settings.add_file(os.path.basename(path), table)
-        frameworks.append(str(table["name"]))
+    settings, unknown = LaunchSettings(), list[str]()
+    parts = [
+        part
+        for path in paths
+        for part in _read_parts(read_path(path, "launch", ConfigError), unknown, is_alone=is_alone)
+    ]
+    for label, values, table in parts:
+        settings.add_file(os.path.basename(label), table)
         keys: Mapping[str, str] = table["keys"]
-        for pattern, name in table.get("objectives", {}).items():
-            said = [key for key, value in values.items() if fnmatchcase(f"{key}={value}", pattern)]
-            if said:
-                settings.take("objective", name, said[0])
+        objectives: Mapping[str, str] = table.get("objectives", {})
+        settings.take_objective(objectives, values)
+        pieces = [piece for pattern in objectives for piece in pattern.split("&")]
         for key, value in values.items():
             if key in keys:
                 if not settings.take(keys[key], value, key):
                     unknown.append(f"{key}: {format_value(value)}")
-            elif not _is_ignored(key, value, [*table["ignored"]["keys"], *table.get("objectives", {}), "command"]):
+            elif not _is_ignored(key, value, [*table["ignored"]["keys"], *pieces, "command"]):
                 unknown.append(key)
         for key, value in table.get("defaults", {}).items():
             if not any(keys[key] == keys.get(other) for other in values):
                 settings.take_default(keys[key], value)
         unknown += settings.finish_file(table.get("flavours", {}))
-    return Launch(tuple(names), tuple(frameworks), settings.finish(), tuple(unknown))
+    labels, frameworks = [part.label for part in parts], [str(part.table["name"]) for part in parts]
+    return Launch(tuple(labels), tuple(frameworks), settings.finish(), tuple(unknown))
+
+
+def _read_parts(path: str, unknown: list[str], *, is_alone: bool) -> list[_Part]:
+    """A file's settings. Those of a script or a line are its program's and its launcher's, and of files they name."""
+    is_line = any(each.isspace() for each in path.strip()) and not os.path.exists(path)
+    script = read_script(
+        path if is_line else read_text(path, _SCRIPT_LIMIT, ConfigError) if path.endswith(".sh") else ""
+    )
+    if is_line and not ("command" in script.program or "name" in script.launcher):
+        raise ConfigError(f"{path[:200]}: neither a file nor a line that starts a training")
+    if not (script.program or script.launcher or is_line):
+        values = _flatten(read_table(path, "a launch file other than a .sh script", "launch", ConfigError))
+        return [_Part(path, values, _detect(values, path))]
+    label = " ".join(path.split()[:4]) + " …" if is_line else path
+    values, parts = {}, list[_Part]()
+    for whose, files in script.files.items():
+        for file in files:
+            beside = next(filter(os.path.isfile, (file, os.path.join(os.path.dirname(label), file))), None)
+            if is_alone or beside is None:
+                unknown.append(f"{file}: not read")
+                continue
+            held = _flatten(read_table(beside, "settings of a training", "launch", ConfigError))
+            if whose == "program":
+                values |= held
+            else:
+                parts.append(_Part(file, held, _detect(held, file)))
+    values |= script.program
+    launcher = {key: value for key, value in script.launcher.items() if key != "name"}
+    table = _find_table(values)
+    if launcher:
+        name = script.launcher.get("name", "environment")
+        parts.insert(0, _Part(label, launcher, {**_load_table("accelerate"), "name": name}))
+    if table is not None:
+        parts.insert(0, _Part(label, values, table))
+    elif parts:
+        unknown += [key for key in values if key != "command"]
+    else:
+        _detect(values, label)
+    return parts
 
 
 class LaunchOptions(NamedTuple):
@@ -105,9 +158,11 @@ class LaunchOptions(NamedTuple):
         return notes
 
 
-def apply_launch(launch: object, command: Command, given: Mapping[str, Any], model: object = None) -> LaunchOptions:
+def apply_launch(
+    launch: object, command: Command, given: Mapping[str, Any], model: object = None, *, is_alone: bool = False
+) -> LaunchOptions:
     """What launch files say for a command; `given` are the fields that the user gave, which win."""
-    found = read_launch(launch)
+    found = read_launch(launch, is_alone=is_alone)
     taken, unknown = dict(found.taken), list(found.not_understood)
     spread = math.prod(taken[word].value for word in ("tp", "cp", "pp") if word in taken)
     gpus = read_size(given.get("gpus", taken["gpus"].value if "gpus" in taken else spread), "gpus")
@@ -121,10 +176,23 @@ def apply_launch(launch: object, command: Command, given: Mapping[str, Any], mod
     if "max_pixels" in taken and not {"image", "video"} & set(given):
         unknown.append(f"{taken.pop('max_pixels').key}: no image or video was given")
     fields = list_fields(command)
+    asked = taken.get("objective")
+    is_counted = asked is None or asked.value.partition(",")[0] in OBJECTIVES
+    if asked is not None and not is_counted and "objective" in fields and "objective" not in given:
+        raise ConfigError(
+            f"{', '.join(found.files)}: {asked.key} means {asked.value}, whose passes are not counted: give "
+            f"{spell('objective')} {', '.join(OBJECTIVES)}, or none for plain training"
+        )
     for word in [word for word in taken if word != "model" and word not in fields]:
         dropped = taken.pop(word)
         if word == "objective":
-            unknown.append(f"{dropped.key}: {command} takes plain training; estimate counts {dropped.value}")
+            who = f"estimate counts {dropped.value}" if is_counted else f"{dropped.value} has other passes"
+            unknown.append(f"{dropped.key}: {command} takes plain training; {who}")
+    stepped = taken.get("optimizer")
+    if stepped is not None and stepped.value not in OPTIMIZERS:
+        unknown.append(f"{taken.pop('optimizer').key}: {stepped.value}, not known here; the default one is taken")
+    elif stepped is not None and command == "plan" and stepped.value in ("adamw", "adamw-foreach"):
+        del taken["optimizer"]  # on many GPUs frameworks keep float32 weights and states beside: a plan's default
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
         raise ConfigError(f"{', '.join(found.files)}: no known model in it; name the model yourself")
@@ -181,16 +249,30 @@ def _flatten(values: Mapping[Any, object], before: str = "") -> dict[str, Any]:
     return found
 
 
+def _load_table(name: str) -> dict[str, Any]:
+    return load_toml(os.path.join(_FOLDER, f"{name}.toml"))
+
+
+def _find_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The table of the framework whose keys these are; `command=X` asks for a value, `!` for none like it."""
+    said = {*values, f"command={values.get('command')}"}
+    for table in map(_load_table, FRAMEWORKS):
+        for words in table["detect"]:
+            asked = [(word.removeprefix("!"), word.startswith("!")) for word in words.split("&")]
+            if all(any(fnmatchcase(each, word) for each in said) != is_barred for word, is_barred in asked):
+                return table
+    return None
+
+
 def _detect(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The table of the framework whose file this is."""
-    for name in FRAMEWORKS:
-        table: dict[str, Any] = load_toml(os.path.join(_FOLDER, f"{name}.toml"))
-        if any(all(key in values for key in words.split("&")) for words in table["detect"]):
-            return table
-    raise ConfigError(
-        f"{path}: not a launch file of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL, verl, OpenRLHF, accelerate "
-        "or HF's TrainingArguments: none of their keys is in it"
-    )
+    table = _find_table(values)
+    if table is None:
+        raise ConfigError(
+            f"{path}: not a launch file of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL, verl, OpenRLHF, "
+            "accelerate, DeepSpeed or HF's TrainingArguments: none of their keys is in it"
+        )
+    return table
 
 
 def _is_ignored(key: str, value: object, patterns: Iterable[str]) -> bool:

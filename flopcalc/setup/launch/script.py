@@ -1,23 +1,33 @@
-"""A shell script that launches a training: the settings in it, `--key value`, `key=value` and variables filled in."""
+"""A shell script, or a line of one, that launches a training: its settings, with variables of the script filled in."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from typing import Any
+from typing import Any, NamedTuple
 
-from flopcalc.base.errors import ConfigError
-from flopcalc.base.files import read_text
+# What starts a training on several GPUs; the words between it and the program are its own settings.
+_LAUNCHERS = {"accelerate": "accelerate", "torchrun": "torchrun", "deepspeed": "deepspeed",
+              "torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}  # fmt: skip
+_MODULE = re.compile(r"(openrlhf\.cli|verl\.trainer)\.\w+")
+_PROGRAMS = ("trl", "swift", "axolotl", "llamafactory-cli")  # the next word says what they do
+_CONFIGS = ("config", "config_file", "job.config_file", "job.config-file")
+_TABLES = (".yaml", ".yml", ".toml")
 
-_LIMIT = 500_000
-_MODULE = re.compile(r"(openrlhf\.cli|verl\.trainer)\.\w+|trl$")
+
+class Script(NamedTuple):
+    """Settings by key, in text that is read as YAML's scalars are."""
+
+    program: dict[str, Any]  # `command` is the program that was recognized
+    launcher: dict[str, Any]  # `name` is the launcher
+    files: dict[str, list[str]]  # files with settings of the two
 
 
-def read_script(path: str) -> dict[str, Any]:
-    """Settings by key, in text that is read as YAML's scalars are; `command` is the program that was recognized."""
+def read_script(text: str) -> Script:
+    """What the commands of a script say together."""
     names: dict[str, str] = {}
-    found: dict[str, Any] = {}
-    for line in read_text(path, _LIMIT, ConfigError).replace("\\\n", " ").splitlines():
+    script = Script({}, {}, {"program": [], "launcher": []})
+    for line in text.replace("\\\n", " ").splitlines():
         if line.lstrip().startswith("#"):
             continue
         try:
@@ -27,19 +37,43 @@ def read_script(path: str) -> dict[str, Any]:
         if len(words) == 1 and (variable := re.fullmatch(r"([A-Za-z_]\w*)=([^(].*)", words[0])):
             names[variable[1]] = variable[2]
             continue
-        _read_line(words, found)
-    return found
+        _read_command(words, script)
+    return script
 
 
 def _fill(word: str, names: dict[str, str]) -> str:
     return re.sub(r"\$\{?(\w+)\}?", lambda match: names.get(match[1], match[0]), word)
 
 
-def _read_line(words: list[str], found: dict[str, Any]) -> None:
+def _read_command(words: list[str], script: Script) -> None:
+    """Variables of the environment, a launcher with its settings, a program with its own."""
+    for word in words:
+        if (variable := re.fullmatch(r"(NPROC_PER_NODE|NNODES)=(\d+)", word)) is not None:
+            script.launcher[variable[1]] = int(variable[2])
+    at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS), None)
+    if at is not None:
+        script.launcher["name"] = _LAUNCHERS[words[at].rpartition("/")[2]]
+        start = next((i for i in range(at + 1, len(words)) if _is_program(words[i])), len(words))
+        own: dict[str, Any] = {}
+        _read_line(words[at + 1 : start], own, script.files["launcher"])
+        script.launcher.update({key.replace("-", "_"): value for key, value in own.items()})
+        words = words[start:]
+    _read_line(words, script.program, script.files["program"])
+
+
+def _is_program(word: str) -> bool:
+    return word in ("-m", "--module", *_PROGRAMS) or word.endswith(".py") or _MODULE.match(word) is not None
+
+
+def _read_line(words: list[str], found: dict[str, Any], files: list[str]) -> None:
     key = ""
     for at, word in enumerate(words):
         if _MODULE.match(word):
-            found["command"] = " ".join(words[at : at + 2]) if word == "trl" else word
+            found["command"] = word
+        elif word in _PROGRAMS:
+            found["command"] = " ".join(words[at : at + 2])
+        elif word.endswith(".py") and not key and "command" not in found:
+            found["command"] = word.rpartition("/")[2]
         name, equals, value = word.removeprefix("--").removeprefix("+").partition("=")
         if word.startswith("--"):
             key = name
@@ -52,6 +86,9 @@ def _read_line(words: list[str], found: dict[str, Any]) -> None:
             found[key] = (
                 _read_scalar(word) if before is True else [*(before if isinstance(before, list) else [before]), word]
             )
+        elif word.endswith(_TABLES):
+            files.append(word)
+    files.extend(str(found.pop(key)) for key in _CONFIGS if str(found.get(key)).endswith(_TABLES))
 
 
 def _read_scalar(text: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import ConfigError, FlopcalcError, format_value
@@ -12,6 +13,16 @@ from flopcalc.base.units import check_size, is_digits
 from flopcalc.core.estimate.objective import KEYS as OBJECTIVE_KEYS
 from flopcalc.core.recipe.recipe import REGEX
 
+# Names of optimizers without underscores -> flopcalc's; transformers, bitsandbytes, torchao, torch and DeepSpeed.
+_OPTIMIZERS = {
+    "adamw": ("adam", "adamw", "adamwhf", "adamwtorchfused", "adamwtorchxla", "adamwapexfused", "fusedadam"),
+    "adamw-foreach": ("adamwtorch",),
+    "adamw-32bit": ("adamw32bit", "pagedadamw", "pagedadamw32bit"),
+    "adamw-8bit": ("adamw8bit", "adamwbnb8bit", "pagedadamw8bit", "adamwtorch8bit", "aoadamw8bit"),
+    "adamw-fp8": ("aoadamwfp8",),
+    "lion": ("lion", "lionpytorch"),
+    "sgd": ("sgd",),
+}  # fmt: skip
 _SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "lora.r", "nodes",
           "objective.completion", "objective.prompt", "objective.group")  # fmt: skip
 _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16", "tf32", "fp8", "lora.all_linear",
@@ -62,6 +73,18 @@ class LaunchSettings:
                 self._said[word] = Taken(read, key)
         return read is not None
 
+    def take_objective(self, patterns: Mapping[str, str], values: Mapping[str, Any]) -> None:
+        """The first pattern that the file's values match; `*` is the value itself."""
+        for pattern, name in patterns.items():
+            said = [
+                [key for key, value in values.items() if value is not None and fnmatchcase(f"{key}={value}", piece)]
+                for piece in pattern.split("&")
+            ]
+            if all(said) and (name != "*" or values[said[0][0]]):
+                key = said[0][0]
+                self.take("objective", str(values[key]).removeprefix("trl ") if name == "*" else name, key)
+                return
+
     def take_default(self, word: str, value: object) -> None:
         """What the framework takes where its file says nothing."""
         if word not in self._said:
@@ -81,12 +104,12 @@ class LaunchSettings:
     def finish(self) -> dict[str, Taken]:
         """flopcalc's options."""
         said = self._said
-        plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp")
+        plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp", "zero")
         found = {word: said[word] for word in plain if word in said}
         if "global_batch" in said:
             found.pop("grad_accum", None)  # which it decides
         found |= self._make_batch() | self._make_recompute() | self._make_lora() | self._make_formats()
-        found |= self._make_objective(found)
+        found |= self._make_objective(found) | self._make_optimizer()
         frozen = {word[7:]: each.key for word, each in said.items() if word.startswith("freeze.") and each.value}
         if "lora" in found:  # it freezes everything else anyway; some frameworks also leave out its adapters there
             is_all = found["lora"].value["targets"] == ("all-linear",)
@@ -151,27 +174,44 @@ class LaunchSettings:
         said = self._said
         if "objective" not in said:
             return {}
-        if said["objective"].value == "grpo" and "seq" in found and found["seq"].key.endswith("'s default"):
+        name, _, more = said["objective"].value.partition(",")
+        if name == "sft":
+            return {}
+        if name not in OBJECTIVE_KEYS:
+            return {"objective": said["objective"]}
+        if name == "grpo" and "seq" in found and found["seq"].key.endswith("'s default"):
             del found["seq"]  # the length of plain training
-        name = said["objective"]
-        own = {word: said[f"objective.{word}"] for word in OBJECTIVE_KEYS[name.value] if f"objective.{word}" in said}
-        if name.value != "grpo":
+        asked = said["objective"]
+        own = {word: said[f"objective.{word}"] for word in OBJECTIVE_KEYS[name] if f"objective.{word}" in said}
+        if name != "grpo":
             own.pop("completion", None)
         elif "objective.kl" in said:
             own["reference"] = said["objective.kl"]
-        if name.value == "dpo" and "objective.precomputed" in said:
+        if more == "reference=no":
+            own["reference"] = Taken(False, asked.key)
+        elif name == "dpo" and "objective.precomputed" in said:
             off = said["objective.precomputed"]
             own["reference"] = Taken(not off.value, off.key)
         made: dict[str, Taken] = {}
-        if name.value == "grpo" and "objective.prompt" in said and "completion" in own:
+        if name == "grpo" and "objective.prompt" in said and "completion" in own:
             pair = (said["objective.prompt"], own["completion"])
             made["seq"] = Taken(sum(each.value for each in pair), " + ".join(each.key for each in pair))
-        keys = ", ".join(dict.fromkeys([name.key, *(each.key for each in own.values())]))
+        keys = ", ".join(dict.fromkeys([asked.key, *(each.key for each in own.values())]))
         words = [
             f"{word}={('no', 'yes')[each.value] if each.value in (0, 1) else each.value}" for word, each in own.items()
         ]
-        made["objective"] = Taken(",".join([name.value, *words]), keys)
+        made["objective"] = Taken(",".join([name, *words]), keys)
         return made
+
+    def _make_optimizer(self) -> dict[str, Taken]:
+        """The optimizer; with `optimizer.master` the framework keeps float32 weights beside narrower ones."""
+        said = self._said
+        if (offload := said.get("optimizer.offload")) is not None and offload.value:
+            return {"optimizer": Taken("adamw-offload", offload.key)}
+        if "optimizer.master" in said:
+            name, key = said["optimizer.master"]
+            return {"optimizer": Taken("adamw-master" if name == "adamw" else name, key)}
+        return {"optimizer": said["optimizer"]} if "optimizer" in said else {}
 
     def _make_formats(self) -> dict[str, Taken]:
         """What products are computed in, and how weights are stored."""
@@ -193,16 +233,23 @@ class LaunchSettings:
 
 def _read(word: str, value: object, key: str) -> Any:
     """A setting's checked value; None where it is not understood."""
+    if word in ("gpus", "nodes") and isinstance(value, str) and not is_digits(value):
+        return None  # torchrun: gpu, 1:4
     if word in _SIZES:
         return check_size(int(value) if is_digits(value) else value, key)
     if word in _FLAGS:
         return value if isinstance(value, bool) else None
     if word == "bf16":
         return True if value == "auto" else value if isinstance(value, bool) else None
-    if word in ("dp", "dp_shard", "lora.rank"):
+    if word in ("dp", "dp_shard", "lora.rank", "zero"):
         return check_size(value, key, -1)
     if word == "objective.kl":
         return value != 0 if isinstance(value, (bool, int, float)) else None
+    if word == "optimizer.offload":
+        return value in (True, "cpu", "nvme")
+    if word in ("optimizer", "optimizer.master"):
+        plain = str(value).rpartition(".")[2].lower().replace("_", "")
+        return next((name for name, others in _OPTIMIZERS.items() if plain in others), str(value))
     if word in ("model", "titan.name", "titan.flavor", "objective", "objective.teacher"):
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{key} must be a name or path, not {format_value(value)}")

@@ -127,6 +127,9 @@ def test_model_that_was_not_recorded(monkeypatch: pytest.MonkeyPatch, attention:
         ({"optimizer": "sgd"}, 2 * TOTAL, 0),
         ({"optimizer": "sgd-momentum"}, 2 * TOTAL, 2 * TOTAL),
         ({"optimizer": "lion"}, 2 * TOTAL, 2 * TOTAL),
+        ({"optimizer": "none"}, 2 * TOTAL, 0),
+        ({"optimizer": "adamw-32bit"}, 2 * TOTAL, 8 * TOTAL),
+        ({"optimizer": "adamw-32bit", "dtype": "fp32"}, 4 * TOTAL, 8 * TOTAL),
         ({"optimizer": "adamw-8bit"}, 2 * TOTAL, 2 * TOTAL + 2 * 4 * -(-TOTAL // 256)),  # a scale per 256 numbers
         ({"optimizer": "adamw-fp8"}, 2 * TOTAL, 2 * TOTAL + 2 * 4 * -(-TOTAL // 256)),
         ({"optimizer": "adamw-offload"}, 2 * TOTAL, 0),

@@ -25,7 +25,7 @@ export function render(answers, { width, notes, reword }) {
       h("p", { class: "answer" }, h("strong", { class: "figure" }, seconds(mid)), ` ${t("time.interval", { low: seconds(low), high: seconds(high) })}`),
       h("dl", { class: "facts" },
         fact(t("time.bound"), t(`bound.${prediction.bound}`)), fact("MFU", percent(prediction.mfu)), fact("HFU", percent(prediction.hfu)),
-        ...(prediction.tokens_per_s === null ? [] : [fact(t("time.tokens"), amount(prediction.tokens_per_s))]), fact(t("field.execution"), prediction.execution), fact(t("field.compute"), prediction.dtype),
+        prediction.tokens_per_s === null ? fact(t("time.samples"), amount(prediction.samples_per_s)) : fact(t("time.tokens"), amount(prediction.tokens_per_s)), fact(t("field.execution"), prediction.execution), fact(t("field.compute"), prediction.dtype),
         listEnergy(prediction.energy, "step")),
       drawBars({ width, most, format: (value) => (value ? tick(seconds(value)) : "0"), label: t("time.picture", { time: seconds(mid), low: seconds(low), high: seconds(high) }),
         rows: [{ name: `${prediction.model}, ${prediction.workload}`, parts, interval: [low, high], intervalText: t("time.interval", { low: seconds(low), high: seconds(high) }) }] }),
