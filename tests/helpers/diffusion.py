@@ -287,6 +287,12 @@ TINY_VAES: dict[str, dict[str, Any]] = {
     },
     "AutoencoderKLWan": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
     "AutoencoderKLQwenImage": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
+    "VQModel": {
+        "block_out_channels": [32, 64, 32], "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2,
+        "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D"],
+        "up_block_types": ["AttnUpDecoderBlock2D", "UpDecoderBlock2D", "UpDecoderBlock2D"],
+        "num_vq_embeddings": 30, "norm_type": "spatial",
+    },
     "AutoencoderKLCogVideoX": {
         "block_out_channels": [4, 4, 8, 8], "latent_channels": 2, "layers_per_block": 1, "norm_num_groups": 2,
     },
@@ -298,9 +304,12 @@ TINY_VAES: dict[str, dict[str, Any]] = {
         "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1, 1],
     },
 }  # fmt: skip
-IMAGES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC")  # what takes no videos
+IMAGES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "VQModel")  # what takes no videos
 # The same classes with other settings; name -> class and config.
 MORE_VAES: dict[str, tuple[str, dict[str, Any]]] = {
+    "VQ, with other norms": (
+        "VQModel", {**TINY_VAES["VQModel"], "norm_type": "group", "latent_channels": 6, "vq_embed_dim": 4},
+    ),
     "DC, without a first block": (
         "AutoencoderDC",
         {
@@ -516,13 +525,15 @@ def find_vae_differences(
     """As find_differences, of one call of a VAE's encode or decode on (batch, frames, height, width) of its input."""
     model = build(name, config).eval()
     batch, t, h, w = size
-    channels = 3 if side == "encode" else config.get("latent_channels", config.get("z_dim"))
+    widths = ("vq_embed_dim", "latent_channels", "z_dim")
+    channels = 3 if side == "encode" else next(config[key] for key in widths if key in config)
     given = torch.randn(batch, channels, h, w) if name in IMAGES else torch.randn(batch, channels, t, h, w)
     times = [torch.ones(batch)] if config.get("timestep_conditioning") and side == "decode" else []
+    more = {"force_not_quantize": True} if name == "VQModel" and side == "decode" else {}
 
     def step() -> None:
         with torch.no_grad():
-            getattr(model, side)(given, *times)
+            getattr(model, side)(given, *times, **more)
 
     with sdpa_kernel(SDPBackend.MATH):
         counted = count_flops(model, step)

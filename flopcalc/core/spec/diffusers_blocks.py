@@ -1,8 +1,8 @@
 """Convolutional networks of diffusers as lists of their blocks, which their specs read as keys of the config.
 
 A block of a UNet is [kind, path, channels in, channels out, level, heads, width of the text]; level 1 has half the
-height and width of the latents. A block of an autoencoder is [kind, path, channels in, channels out, side, up, down,
-pace, kernel]: side 0 encodes pixels, 1 decodes latents; up, down and pace are the factors of size and of time.
+height and width of the latents. A block of an autoencoder is an object: kind, path, channels `before` and `c`, kernel;
+half 0 encodes pixels, 1 decodes latents; up, down and pace are the factors of size and of time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
-Block = list[Any]
+Block = Any  # a list, or of autoencoders a dict
 MAX_BLOCKS = 16
 MAX_LAYERS = 1000
 
@@ -153,7 +153,8 @@ class _Network:
 
     def add(self, kind: str, name: str, inputs: int, outputs: int, kernel: int = 1) -> None:
         path = f"{self.path}.{name}" if self.path else name
-        self.found.append([kind, path, inputs, outputs, self.side, self.up, self.down, self.pace, kernel])
+        sizes = {"half": self.side, "up": self.up, "down": self.down, "pace": self.pace}
+        self.found.append({"kind": kind, "path": path, "before": inputs, "c": outputs, "kernel": kernel, **sizes})
 
     def sample(self, size: int, time: int) -> None:
         """What follows is smaller (encoding) or larger (decoding) by these factors."""
@@ -214,15 +215,6 @@ def _list_usual(lookup: Lookup, style: _Style) -> list[Block]:
     decoder.add("norm", style.norm, before, before)
     decoder.add("conv", f"conv_out{wrap}", before, outputs, kernel)
     return found
-
-
-def list_kl(lookup: Lookup) -> list[Block]:
-    """Blocks of an AutoencoderKL."""
-    many = len(_read_list(lookup, "block_out_channels"))
-    steps = ((2, 1),) * (many - 1)
-    return _list_usual(
-        lookup, _Style(9, "", 9, "", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps)
-    )
 
 
 def list_cogvideox_vae(lookup: Lookup) -> list[Block]:
@@ -486,7 +478,6 @@ NETWORKS: dict[str, Callable[[Lookup], list[Block]]] = {
     "unet_blocks": list_unet,
     "plain_unet_blocks": list_plain_unet,
     "controlnet_blocks": list_controlnet,
-    "kl_blocks": list_kl,
     "cogvideox_vae_blocks": list_cogvideox_vae,
     "hunyuan_vae_blocks": list_hunyuan_vae,
     "wan_vae_blocks": list_wan_vae,
