@@ -17,6 +17,14 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from lab.denoisers import build_denoiser, make_denoiser_inputs
 
+# The blocks of DeepFloyd IF and of Kandinsky 2.
+_SIMPLE = {
+    "block_out_channels": [8, 16, 16], "layers_per_block": 1, "cross_attention_dim": 10, "norm_num_groups": 4,
+    "down_block_types": ["ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D", "SimpleCrossAttnDownBlock2D"],
+    "up_block_types": ["SimpleCrossAttnUpBlock2D", "SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"],
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn", "attention_head_dim": 4, "encoder_hid_dim": 14,
+    "resnet_time_scale_shift": "scale_shift",
+}  # fmt: skip
 _WIDE = {"num_attention_heads": 2, "attention_head_dim": 12}
 TINY: dict[str, dict[str, Any]] = {
     "FluxTransformer2DModel": {
@@ -386,6 +394,14 @@ MORE: dict[str, list[dict[str, Any]]] = {
         },
         {**TINY["UNet2DConditionModel"], "num_class_embeds": 7, "time_cond_proj_dim": 6},
         {**TINY["UNet2DConditionModel"], "encoder_hid_dim": 14, "encoder_hid_dim_type": "text_proj"},
+        {**_SIMPLE, "addition_embed_type": "text", "addition_embed_type_num_heads": 7, "class_embed_type": "timestep"},
+        {**_SIMPLE, "addition_embed_type": "text_image", "encoder_hid_dim_type": "text_image_proj"},
+        {**_SIMPLE, "addition_embed_type": "image", "encoder_hid_dim_type": "image_proj"},
+        {**_SIMPLE, "addition_embed_type": "image_hint", "encoder_hid_dim_type": "image_proj", "in_channels": 8},
+        {
+            **TINY["UNet2DConditionModel"], "class_embed_type": "projection",
+            "projection_class_embeddings_input_dim": 6,
+        },
     ],
     "WanTransformer3DModel": [
         {**TINY["WanTransformer3DModel"], "in_channels": 9, "image_dim": 7, "added_kv_proj_dim": 24},
@@ -436,6 +452,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
             **TINY["UNet2DModel"], "block_out_channels": [8, 16, 8], "attention_head_dim": None, "num_class_embeds": 7,
             "down_block_types": ["AttnDownBlock2D", "DownBlock2D", "DownBlock2D"],
             "up_block_types": ["UpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D"],
+        },
+        {
+            **TINY["UNet2DModel"], "block_out_channels": [8, 16, 8], "resnet_time_scale_shift": "scale_shift",
+            "down_block_types": ["ResnetDownsampleBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"],
+            "up_block_types": ["AttnUpBlock2D", "AttnUpBlock2D", "ResnetUpsampleBlock2D"], "downsample_type": "resnet",
+            "upsample_type": "resnet",
         },
     ],
     "FluxControlNetModel": [{**TINY["FluxControlNetModel"], "num_mode": 3, "num_single_layers": 0}],
