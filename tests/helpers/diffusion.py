@@ -312,7 +312,35 @@ TINY_VAES: dict[str, dict[str, Any]] = {
         "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1, 1],
     },
 }  # fmt: skip
-IMAGES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "VQModel")  # what takes no videos
+IMAGES = (
+    "AutoencoderKL",
+    "AutoencoderKLFlux2",
+    "AutoencoderDC",
+    "VQModel",
+    "AutoencoderKLHunyuanImage",
+)  # what takes no videos
+# Autoencoders whose images have sides of 16 pixels at least, or whose batch is one video.
+LATER_VAES: dict[str, dict[str, Any]] = {
+    "AutoencoderKLLTX2Video": {
+        "latent_channels": 6, "block_out_channels": [8, 16, 32, 64], "decoder_block_out_channels": [16, 32, 64],
+        "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1],
+    },
+    "AutoencoderKLMagvit": {
+        "latent_channels": 2, "block_out_channels": [4, 8, 8, 16], "layers_per_block": 1, "norm_num_groups": 2,
+    },
+    "AutoencoderKLHunyuanVideo15": {
+        "latent_channels": 2, "block_out_channels": [8, 16, 16, 32], "layers_per_block": 1,
+        "spatial_compression_ratio": 8, "temporal_compression_ratio": 4,
+    },
+    "AutoencoderKLHunyuanImageRefiner": {
+        "latent_channels": 2, "block_out_channels": [8, 16, 16, 32], "layers_per_block": 1,
+        "spatial_compression_ratio": 8, "temporal_compression_ratio": 4,
+    },
+    "AutoencoderKLHunyuanImage": {
+        "latent_channels": 4, "block_out_channels": [32, 64, 64], "layers_per_block": 1, "in_channels": 3,
+        "out_channels": 3, "spatial_compression_ratio": 4, "sample_size": 32,
+    },
+}  # fmt: skip
 # The same classes with other settings; name -> class and config.
 MORE_VAES: dict[str, tuple[str, dict[str, Any]]] = {
     "VQ, with other norms": (
