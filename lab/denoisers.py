@@ -203,8 +203,14 @@ def make_denoiser_inputs(
     given: Json = {latents["input"]: torch.randn(*(sizes[axis] for axis in latents["axes"].split()), **place)}
     if "timestep" in taken:
         given["timestep"] = torch.ones(batch, **place)
-    if name == "DiTTransformer2DModel" or config.get("num_class_embeds"):
+    if (
+        name == "DiTTransformer2DModel"
+        or config.get("num_class_embeds")
+        or config.get("class_embed_type") == "timestep"
+    ):
         given["class_labels"] = torch.ones(batch, dtype=torch.long, device=device)
+    if config.get("class_embed_type") == "projection":
+        given["class_labels"] = torch.randn(batch, config["projection_class_embeddings_input_dim"], **place)
     if latents.get("text"):
         given[latents["text"]] = torch.randn(batch, text, _find_text_width(config), **place)
     if name in ("FluxControlNetModel", "QwenImageControlNetModel"):
@@ -223,6 +229,13 @@ def make_denoiser_inputs(
             "text_embeds": torch.randn(batch, pooled, **place),
             "time_ids": torch.ones(batch, 6, **place),
         }
+    kind = config.get("addition_embed_type")
+    if kind in ("text_image", "image", "image_hint"):
+        wide = config["cross_attention_dim" if kind == "text_image" else "encoder_hid_dim"]
+        given["added_cond_kwargs"] = {key: torch.randn(batch, wide, **place) for key in ("image_embeds", "text_embeds")}
+    if kind == "image_hint":  # four of the channels
+        given["added_cond_kwargs"]["hint"] = torch.randn(batch, 3, 8 * h, 8 * w, **place)
+        given["sample"] = given["sample"][:, 4:]
     width = config.get("pooled_projection_dim") or config.get("in_text_dim2")
     if width and "pooled_projections" in taken:
         given["pooled_projections"] = torch.randn(batch, width, **place)

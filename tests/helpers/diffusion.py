@@ -17,6 +17,14 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from lab.denoisers import build_denoiser, make_denoiser_inputs
 
+# The blocks of DeepFloyd IF and of Kandinsky 2.
+_SIMPLE = {
+    "block_out_channels": [8, 16, 16], "layers_per_block": 1, "cross_attention_dim": 10, "norm_num_groups": 4,
+    "down_block_types": ["ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D", "SimpleCrossAttnDownBlock2D"],
+    "up_block_types": ["SimpleCrossAttnUpBlock2D", "SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"],
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn", "attention_head_dim": 4, "encoder_hid_dim": 14,
+    "resnet_time_scale_shift": "scale_shift",
+}  # fmt: skip
 _WIDE = {"num_attention_heads": 2, "attention_head_dim": 12}
 TINY: dict[str, dict[str, Any]] = {
     "FluxTransformer2DModel": {
@@ -287,6 +295,12 @@ TINY_VAES: dict[str, dict[str, Any]] = {
     },
     "AutoencoderKLWan": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
     "AutoencoderKLQwenImage": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
+    "VQModel": {
+        "block_out_channels": [32, 64, 32], "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2,
+        "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D"],
+        "up_block_types": ["AttnUpDecoderBlock2D", "UpDecoderBlock2D", "UpDecoderBlock2D"],
+        "num_vq_embeddings": 30, "norm_type": "spatial",
+    },
     "AutoencoderKLCogVideoX": {
         "block_out_channels": [4, 4, 8, 8], "latent_channels": 2, "layers_per_block": 1, "norm_num_groups": 2,
     },
@@ -298,9 +312,40 @@ TINY_VAES: dict[str, dict[str, Any]] = {
         "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1, 1],
     },
 }  # fmt: skip
-IMAGES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC")  # what takes no videos
+IMAGES = (
+    "AutoencoderKL",
+    "AutoencoderKLFlux2",
+    "AutoencoderDC",
+    "VQModel",
+    "AutoencoderKLHunyuanImage",
+)  # what takes no videos
+# Autoencoders whose images have sides of 16 pixels at least, or whose batch is one video.
+LATER_VAES: dict[str, dict[str, Any]] = {
+    "AutoencoderKLLTX2Video": {
+        "latent_channels": 6, "block_out_channels": [8, 16, 32, 64], "decoder_block_out_channels": [16, 32, 64],
+        "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1],
+    },
+    "AutoencoderKLMagvit": {
+        "latent_channels": 2, "block_out_channels": [4, 8, 8, 16], "layers_per_block": 1, "norm_num_groups": 2,
+    },
+    "AutoencoderKLHunyuanVideo15": {
+        "latent_channels": 2, "block_out_channels": [8, 16, 16, 32], "layers_per_block": 1,
+        "spatial_compression_ratio": 8, "temporal_compression_ratio": 4,
+    },
+    "AutoencoderKLHunyuanImageRefiner": {
+        "latent_channels": 2, "block_out_channels": [8, 16, 16, 32], "layers_per_block": 1,
+        "spatial_compression_ratio": 8, "temporal_compression_ratio": 4,
+    },
+    "AutoencoderKLHunyuanImage": {
+        "latent_channels": 4, "block_out_channels": [32, 64, 64], "layers_per_block": 1, "in_channels": 3,
+        "out_channels": 3, "spatial_compression_ratio": 4, "sample_size": 32,
+    },
+}  # fmt: skip
 # The same classes with other settings; name -> class and config.
 MORE_VAES: dict[str, tuple[str, dict[str, Any]]] = {
+    "VQ, with other norms": (
+        "VQModel", {**TINY_VAES["VQModel"], "norm_type": "group", "latent_channels": 6, "vq_embed_dim": 4},
+    ),
     "DC, without a first block": (
         "AutoencoderDC",
         {
@@ -377,6 +422,14 @@ MORE: dict[str, list[dict[str, Any]]] = {
         },
         {**TINY["UNet2DConditionModel"], "num_class_embeds": 7, "time_cond_proj_dim": 6},
         {**TINY["UNet2DConditionModel"], "encoder_hid_dim": 14, "encoder_hid_dim_type": "text_proj"},
+        {**_SIMPLE, "addition_embed_type": "text", "addition_embed_type_num_heads": 7, "class_embed_type": "timestep"},
+        {**_SIMPLE, "addition_embed_type": "text_image", "encoder_hid_dim_type": "text_image_proj"},
+        {**_SIMPLE, "addition_embed_type": "image", "encoder_hid_dim_type": "image_proj"},
+        {**_SIMPLE, "addition_embed_type": "image_hint", "encoder_hid_dim_type": "image_proj", "in_channels": 8},
+        {
+            **TINY["UNet2DConditionModel"], "class_embed_type": "projection",
+            "projection_class_embeddings_input_dim": 6,
+        },
     ],
     "WanTransformer3DModel": [
         {**TINY["WanTransformer3DModel"], "in_channels": 9, "image_dim": 7, "added_kv_proj_dim": 24},
@@ -427,6 +480,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
             **TINY["UNet2DModel"], "block_out_channels": [8, 16, 8], "attention_head_dim": None, "num_class_embeds": 7,
             "down_block_types": ["AttnDownBlock2D", "DownBlock2D", "DownBlock2D"],
             "up_block_types": ["UpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D"],
+        },
+        {
+            **TINY["UNet2DModel"], "block_out_channels": [8, 16, 8], "resnet_time_scale_shift": "scale_shift",
+            "down_block_types": ["ResnetDownsampleBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"],
+            "up_block_types": ["AttnUpBlock2D", "AttnUpBlock2D", "ResnetUpsampleBlock2D"], "downsample_type": "resnet",
+            "upsample_type": "resnet",
         },
     ],
     "FluxControlNetModel": [{**TINY["FluxControlNetModel"], "num_mode": 3, "num_single_layers": 0}],
@@ -516,13 +575,15 @@ def find_vae_differences(
     """As find_differences, of one call of a VAE's encode or decode on (batch, frames, height, width) of its input."""
     model = build(name, config).eval()
     batch, t, h, w = size
-    channels = 3 if side == "encode" else config.get("latent_channels", config.get("z_dim"))
+    widths = ("vq_embed_dim", "latent_channels", "z_dim")
+    channels = 3 if side == "encode" else next(config[key] for key in widths if key in config)
     given = torch.randn(batch, channels, h, w) if name in IMAGES else torch.randn(batch, channels, t, h, w)
     times = [torch.ones(batch)] if config.get("timestep_conditioning") and side == "decode" else []
+    more = {"force_not_quantize": True} if name == "VQModel" and side == "decode" else {}
 
     def step() -> None:
         with torch.no_grad():
-            getattr(model, side)(given, *times)
+            getattr(model, side)(given, *times, **more)
 
     with sdpa_kernel(SDPBackend.MATH):
         counted = count_flops(model, step)

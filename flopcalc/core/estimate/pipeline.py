@@ -94,6 +94,11 @@ class PipelineEstimator(Estimator):
         if sizes is not None and [width, height] not in sizes:
             known = ", ".join(f"{wide}x{high}" for wide, high in sizes)
             raise WorkloadError(f"{width}x{height}: {self.source.name} makes images of these sizes alone: {known}")
+        multiple = pipeline.tables.get("multiple", 1) if pipeline is not None else 1
+        if width % multiple or height % multiple:
+            raise WorkloadError(
+                f"{width}x{height}: {self.source.name} makes images whose width and height are multiples of {multiple}"
+            )
         pixels, per_frame = self._find_factors()
         grid = latents.make_grid(width, height, frames, pixels, per_frame)
         text = self._find_text(asked)
@@ -471,7 +476,7 @@ def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:
     second = [(pipeline.second, _DENOISER)] if pipeline.second else []
     texts = [(name, _TEXT) for name, _ in pipeline.encoders]
     beside = [(name, _BESIDE) for name in pipeline.beside]
-    return [*second, *beside, *texts, *((name, _IMAGE) for name in pipeline.image_encoders), (_VAE, _VAE)]
+    return [*second, *beside, *texts, *((name, _IMAGE) for name in pipeline.image_encoders), (pipeline.vae, _VAE)]
 
 
 def _encode_image(part: PipelinePart, batch: int) -> Estimate:

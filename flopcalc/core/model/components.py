@@ -18,7 +18,7 @@ _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
-    "perturbed",
+    "perturbed", "vae", "multiple",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -66,6 +66,11 @@ class Pipeline(Value):
         return str(self.tables.get("second", ""))
 
     @property
+    def vae(self) -> str:
+        """The part that makes pixels of latents."""
+        return str(self.tables.get("vae", "vae"))
+
+    @property
     def image_encoders(self) -> tuple[str, ...]:
         return tuple(map(str, self.tables.get("image_encoders", ())))
 
@@ -81,7 +86,7 @@ class Pipeline(Value):
 
     def list_uncounted(self, config: Mapping[str, object]) -> list[str]:
         """Parts of a pipeline that nothing describes, in words."""
-        known = {self.denoiser, self.second, "vae", SCHEDULER, *(name for name, _ in self.encoders)}
+        known = {self.denoiser, self.second, self.vae, SCHEDULER, *(name for name, _ in self.encoders)}
         known |= {*self.image_encoders, *self.beside}
         return [
             f"{name} ({part.get('_class_name')}) is not counted"

@@ -1,8 +1,8 @@
 """Convolutional networks of diffusers as lists of their blocks, which their specs read as keys of the config.
 
 A block of a UNet is [kind, path, channels in, channels out, level, heads, width of the text]; level 1 has half the
-height and width of the latents. A block of an autoencoder is [kind, path, channels in, channels out, side, up, down,
-pace, kernel]: side 0 encodes pixels, 1 decodes latents; up, down and pace are the factors of size and of time.
+height and width of the latents. A block of an autoencoder is an object: kind, path, channels `before` and `c`, kernel;
+half 0 encodes pixels, 1 decodes latents; up, down and pace are the factors of size and of time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
-Block = list[Any]
+Block = Any  # a list, or of autoencoders a dict
 MAX_BLOCKS = 16
 MAX_LAYERS = 1000
 
@@ -40,96 +40,6 @@ def _spread(value: object, many: int, key: str, most: int = 10**6) -> list[int]:
     return [_read_whole(each, key, most) for each in values]
 
 
-# --- UNet2DConditionModel ---------------------------------------------------------------------------------------------
-_DOWN = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
-_UP = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
-_PLAIN_DOWN = {"AttnDownBlock2D": True, "DownBlock2D": False}
-_PLAIN_UP = {"AttnUpBlock2D": True, "UpBlock2D": False}
-
-
-def _read_kinds(lookup: Lookup, key: str, known: dict[str, bool], many: int) -> list[bool]:
-    """Whether each block attends to the text."""
-    names = lookup(key)
-    if not isinstance(names, (list, tuple)) or len(names) != many:
-        raise ConfigError(f"{key} must name {many} blocks, not {format_value(names)}")
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{key}: block {format_value(name)} is not described; known: {', '.join(known)}")
-    return [known[name] for name in names]
-
-
-def list_unet(lookup: Lookup) -> list[Block]:
-    """Blocks of a UNet2DConditionModel from its first resnet to its last, in order of execution."""
-    return _list_unet(lookup, False)
-
-
-def list_plain_unet(lookup: Lookup) -> list[Block]:
-    """Those of a UNet2DModel, which reads no text: an attention in place of transformers."""
-    return _list_unet(lookup, False, True)
-
-
-def list_controlnet(lookup: Lookup) -> list[Block]:
-    """Those of a ControlNetModel: the lower half of a UNet, and `zero`, a convolution of each of its results."""
-    return _list_unet(lookup, True)
-
-
-def _list_unet(lookup: Lookup, is_half: bool, is_plain: bool = False) -> list[Block]:
-    channels = _read_list(lookup, "block_out_channels")
-    many = len(channels)
-    layers = _spread(lookup("layers_per_block"), many, "layers_per_block", MAX_LAYERS)
-    heads = _spread(1 if is_plain else lookup("attention_head_dim"), many, "attention_head_dim")
-    widths = _spread(lookup("cross_attention_dim"), many, "cross_attention_dim")
-    depths = _spread(lookup("transformer_layers_per_block"), many, "transformer_layers_per_block", MAX_LAYERS)
-    downs = _read_kinds(lookup, "down_block_types", _PLAIN_DOWN if is_plain else _DOWN, many)
-    found: list[Block] = []
-
-    def attend(path: str, level: int, block: int) -> None:
-        width, own = channels[block], (heads[block], widths[block])
-        if is_plain:
-            found.append(["attention", path, width, width, level, *own])
-            return
-        found.append(["enter", path, width, width, level, *own])
-        for layer in range(depths[block]):
-            found.append(["transformer", f"{path}.transformer_blocks.{layer}", width, width, level, *own])
-        found.append(["leave", path, width, width, level, *own])
-
-    before = channels[0]
-    skips = [(channels[0], 0)]
-    for block, width in enumerate(channels):
-        for layer in range(layers[block]):
-            found.append(["resnet", f"down_blocks.{block}.resnets.{layer}", before, width, block, 1, 1])
-            before = width
-            if downs[block]:
-                attend(f"down_blocks.{block}.attentions.{layer}", block, block)
-            skips.append((width, block))
-        if block < many - 1:
-            found.append(["sample", f"down_blocks.{block}.downsamplers.0.conv", width, width, block + 1, 1, 1])
-            skips.append((width, block + 1))
-    last = many - 1
-    found.append(["first", "mid_block.resnets.0", before, before, last, 1, 1])
-    attend("mid_block.attentions.0", last, last)
-    found.append(["resnet", "mid_block.resnets.1", before, before, last, 1, 1])
-    if is_half:
-        zeros: list[Block] = [
-            ["zero", f"controlnet_down_blocks.{number}", width, width, level, 1, 1]
-            for number, (width, level) in enumerate(skips)
-        ]
-        # The first reads what comes before all blocks.
-        return [zeros[0], *found, *zeros[1:], ["zero", "controlnet_mid_block", before, before, last, 1, 1]]
-    ups = _read_kinds(lookup, "up_block_types", _PLAIN_UP if is_plain else _UP, many)
-    for place, block in enumerate(reversed(range(many))):
-        width = channels[block]
-        for layer in range(layers[block] + 1):
-            path = f"up_blocks.{place}.resnets.{layer}"
-            found.append(["resnet", path, before + skips.pop()[0], width, block, 1, 1])
-            before = width
-            if ups[place]:
-                attend(f"up_blocks.{place}.attentions.{layer}", block, block)
-        if block:
-            found.append(["sample", f"up_blocks.{place}.upsamplers.0.conv", width, width, block - 1, 1, 1])
-    return found
-
-
 # --- Autoencoders -----------------------------------------------------------------------------------------------------
 class _Style(NamedTuple):
     """How an autoencoder of the usual form names and sizes its parts."""
@@ -153,7 +63,8 @@ class _Network:
 
     def add(self, kind: str, name: str, inputs: int, outputs: int, kernel: int = 1) -> None:
         path = f"{self.path}.{name}" if self.path else name
-        self.found.append([kind, path, inputs, outputs, self.side, self.up, self.down, self.pace, kernel])
+        sizes = {"half": self.side, "up": self.up, "down": self.down, "pace": self.pace}
+        self.found.append({"kind": kind, "path": path, "before": inputs, "c": outputs, "kernel": kernel, **sizes})
 
     def sample(self, size: int, time: int) -> None:
         """What follows is smaller (encoding) or larger (decoding) by these factors."""
@@ -214,15 +125,6 @@ def _list_usual(lookup: Lookup, style: _Style) -> list[Block]:
     decoder.add("norm", style.norm, before, before)
     decoder.add("conv", f"conv_out{wrap}", before, outputs, kernel)
     return found
-
-
-def list_kl(lookup: Lookup) -> list[Block]:
-    """Blocks of an AutoencoderKL."""
-    many = len(_read_list(lookup, "block_out_channels"))
-    steps = ((2, 1),) * (many - 1)
-    return _list_usual(
-        lookup, _Style(9, "", 9, "", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps)
-    )
 
 
 def list_cogvideox_vae(lookup: Lookup) -> list[Block]:
@@ -483,10 +385,6 @@ def list_dc_vae(lookup: Lookup) -> list[Block]:
 
 
 NETWORKS: dict[str, Callable[[Lookup], list[Block]]] = {
-    "unet_blocks": list_unet,
-    "plain_unet_blocks": list_plain_unet,
-    "controlnet_blocks": list_controlnet,
-    "kl_blocks": list_kl,
     "cogvideox_vae_blocks": list_cogvideox_vae,
     "hunyuan_vae_blocks": list_hunyuan_vae,
     "wan_vae_blocks": list_wan_vae,

@@ -19,9 +19,9 @@ SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
     "reentrant", "sums", "drop", "config_checks", "heads", "refused", "phases", "note", "nulls", "sdpa",
-    "conv1d", "untimed", "unrecomputed",
+    "conv1d", "untimed", "unrecomputed", "lists",
 }  # fmt: skip
-_MERGED = ("defaults", "nulls", "renamed", "dims", "checks", "blocks", "sums", "heads")  # merged key by key
+_MERGED = ("defaults", "nulls", "renamed", "dims", "checks", "blocks", "sums", "heads", "lists")  # merged key by key
 # Not of specs that extend it.
 _OWN = ("variants", "refused", "config_checks", "phases", "note", "sdpa", "conv1d", "untimed", "unrecomputed")
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")

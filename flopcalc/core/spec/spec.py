@@ -14,6 +14,7 @@ from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.vocabulary import COMPONENTS, PHASES, Component
 from flopcalc.core.spec.computed_keys import find_computed
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
+from flopcalc.core.spec.loops import check_lists, list_entries
 from flopcalc.core.spec.merge import ROW_KEYS, Table, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
 
@@ -146,6 +147,7 @@ class Spec(Value):
     has_conv1d: bool = False  # its layers are transformers' Conv1D, not torch.nn.Linear
     untimed: str = ""  # why its time cannot be predicted
     unrecomputed: str = ""  # why its class cannot run with gradient checkpointing
+    lists: Mapping[str, list[Table]] = MappingProxyType({})  # lists written with loops; specs read them as names
     own_ops: frozenset[str] = frozenset()  # names of the ops that a user's own file has; of a shipped one none
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
@@ -214,6 +216,7 @@ def read_spec(path: str) -> Spec:
         has_conv1d=tables.get("conv1d", False),
         untimed=str(tables.get("untimed", "")),
         unrecomputed=str(tables.get("unrecomputed", "")),
+        lists=tables.get("lists", {}),
         own_ops=_list_own_ops(path),
         main_input=str(tables.get("main_input", "input_ids")),
     )
@@ -295,6 +298,8 @@ def _check_spec(spec: Spec, path: str) -> None:
     for name, entries in spec.dims.items():
         for entry in entries:
             _check_expression(entry, f"{path}: dim {name!r}")
+    for name, rows in spec.lists.items():
+        check_lists(rows, spec.lists, f"{path}: [lists] {name}")
     for label, checks in (("checks", spec.checks), ("config_checks", spec.config_checks)):
         for reason, text in checks.items():
             _check_expression(text, f"{path}: [{label}] {reason!r}")
@@ -478,6 +483,9 @@ class BoundDims:
         if name in self._layered:
             return self._layered[name]
         entries = self.spec.dims.get(name)
+        if entries is None and name in self.spec.lists:
+            self._fixed[name] = found = list_entries(name, self.spec.lists, self, self.budget)
+            return found
         if entries is None:
             return self._read_config(name)
         value = self._first(name, entries)

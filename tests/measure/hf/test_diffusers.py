@@ -14,6 +14,7 @@ pytest.importorskip("diffusers")
 import torch
 from diffusion import (
     IMAGES,
+    LATER_VAES,
     MORE,
     MORE_VAES,
     TINY,
@@ -157,6 +158,26 @@ LATER_CASES = [
 @pytest.mark.parametrize(("case", "side", "size"), LATER_CASES)
 def test_later_autoencoders_rows_are_equal(case: str, side: str, size: tuple[int, int, int, int]) -> None:
     assert find_vae_differences(*MORE_VAES[case], side, size) == {}
+
+
+SIZES_OF_LATER = [("encode", (1, 9, 64, 96)), ("decode", (1, 3, 2, 3))]
+ONE_FRAME = (*IMAGES, "AutoencoderKLHunyuanImageRefiner")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("name", "side", "size"),
+    [
+        (name, *size)
+        for name in LATER_VAES
+        for size in [*SIZES_OF_LATER, ("encode", (1, 1, 64, 96)), ("decode", (1, 1, 2, 3))]
+        if size[1][1] == 1 or name not in ONE_FRAME
+    ],
+)
+def test_autoencoders_of_networks_written_as_data_are_equal(
+    name: str, side: str, size: tuple[int, int, int, int]
+) -> None:
+    assert find_vae_differences(name, LATER_VAES[name], side, size) == {}
 
 
 @pytest.mark.parametrize("name", mark_heavy(TINY_TEXT, ["CLIPTextModelWithProjection"]))

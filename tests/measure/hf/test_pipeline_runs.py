@@ -664,22 +664,22 @@ RUNS = [
 @pytest.mark.filterwarnings("ignore")  # of third parties: sizes are tiny, and parts are missing
 @pytest.mark.parametrize(("name", "guided"), mark_heavy(RUNS))
 def test_a_run_is_counted_exactly(name: str, guided: bool) -> None:
-    ours, theirs = count_both(name, guided)
+    ours, theirs = count_both(CASES[name], guided)
     assert ours == theirs
 
 
-def count_both(name: str, guided: bool) -> tuple[dict[str, int], dict[str, int]]:
+def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]]:
     """FLOPs of a run's parts: ours, and those that a counter sees."""
     import diffusers
     import transformers
 
-    case = CASES[name]
     denoiser, vae = (build(*each).eval() for each in ((case.denoiser, case.config), (case.vae, case.vae_config)))
-    key = "unet" if case.denoiser.startswith("UNet") else "transformer"
     kind = getattr(diffusers, case.name)
-    parts: dict[str, Any] = {key: denoiser, "vae": vae}
-    if "vae" not in inspect.signature(kind.__init__).parameters:
-        del parts["vae"]
+    names = inspect.signature(kind.__init__).parameters
+    parts: dict[str, Any] = {
+        next(key for key in ("unet", "transformer", "prior") if key in names): denoiser,
+        **{key: vae for key in ("vae", "movq", "vqvae", "vqgan") if key in names},
+    }
     if case.beside:
         parts["controlnet"] = build(f"{case.kind}ControlNetModel", case.beside).eval()
     watched = torch.nn.ModuleDict(parts)
@@ -688,7 +688,7 @@ def count_both(name: str, guided: bool) -> tuple[dict[str, int], dict[str, int]]
     given = {
         each.name: None for each in needed.values() if each.name != "self" and each.default is inspect.Parameter.empty
     }
-    if name.startswith("sdxl"):  # its width is read
+    if case.name.startswith("StableDiffusionXL"):  # its width is read
         config = transformers.CLIPTextConfig(**TINY_TEXT["CLIPTextModelWithProjection"])
         given["text_encoder_2"] = transformers.CLIPTextModelWithProjection(config)
     if "low_res_scheduler" in given:
