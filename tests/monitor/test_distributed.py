@@ -258,7 +258,7 @@ def add_lora(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
-LORA = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}
+LORA = {"lora": {"r": 4, "targets": ["q_proj", "v_proj"]}}
 
 
 @pytest.mark.heavy
