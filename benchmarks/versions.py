@@ -1,6 +1,7 @@
 """Whether live models, tracing and the monitor are exact with the torch and transformers that are installed here.
 
-    python benchmarks/versions.py run FILE [NAME ...]     counts, and writes what was equal into FILE (JSON)
+    python benchmarks/versions.py run FILE [NAME ...]     counts, and writes what was equal into FILE (JSON); with names
+                                                          these checks alone, and FILE keeps what it has of others
     python benchmarks/versions.py page PAGE FILE ...      writes the table of several such files into a page
 
 `scripts/matrix` makes fresh environments and runs both. Truth is the operator counter of flopcalc.measure on a step
@@ -50,11 +51,19 @@ def check_type(name: str) -> str:
     if not hasattr(transformers, architecture):
         return f"skipped: no {architecture}"
     workload = next(load for load, _ in list_cases(example, plain) if load.get("phase") == "train")
-    try:
-        model = build_model(plain, example.attention, architecture=architecture)
-        counted = count_flops(model, make_step(model, example, workload, plain))
-    except Exception as error:  # the release does not take this config, or its code fails
-        return f"skipped: {type(error).__name__}: {error}"[:200]
+    # Where a release has no text_config of its own, its configs hold those keys, as the published ones do.
+    flat = {key: value for key, value in plain.items() if key != "text_config"} | plain.get("text_config", {})
+    flat["model_type"] = plain["model_type"]
+    problem = ""
+    for given in (plain, flat) if flat != plain else (plain,):
+        try:
+            model = build_model(given, example.attention, architecture=architecture)
+            counted = count_flops(model, make_step(model, example, workload, plain))
+            break
+        except Exception as error:  # the release does not take this config, or its code fails
+            problem = problem or f"skipped: {type(error).__name__}: {error}"[:200]
+    else:
+        return problem
     ours = bind(model, convention="full", attention_kernel="eager").estimate(make_load(workload))
     if (ours.forward, ours.backward) == (counted.forward, counted.backward) and not counted.not_counted:
         return "equal"
@@ -147,15 +156,18 @@ def run(file: str, names: list[str]) -> int:
     checks |= {"trace": check_trace, "trainer": check_trainer}
     checks |= {f"mode {mode}": lambda mode=mode: check_loop(mode) for mode in ("estimate", "smart", "profiler")}
     checks = {name: checks.get(name, lambda name=name: check_type(name)) for name in names or checks}
-    results = {}
+    versions = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
+    versions["transformers"] = transformers.__version__
+    results: dict[str, str] = {}
+    before = json.loads(Path(file).read_text()) if names and Path(file).exists() else {}
+    if versions.items() <= before.items():  # the others of this pair are kept
+        results = before["results"]
     for name, check in checks.items():
         try:
             results[name] = check()
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"[:300]
         print(f"{name}: {results[name]}", flush=True)
-    versions = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
-    versions["transformers"] = transformers.__version__
     Path(file).write_text(json.dumps({**versions, "results": results}, indent=1) + "\n")
     return int(any(not each.startswith(("equal", "skipped")) for each in results.values()))
 

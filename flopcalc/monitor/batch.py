@@ -139,6 +139,7 @@ class Intake:
         self._counted: OrderedDict[Hashable, dict[str, int]] = OrderedDict()
         self._kinds: dict[Hashable, Hashable] = {}  # workload classes of batches of text, by shape and names
         self._eager: Estimator | None = None
+        self.counts_tokens = True  # a later stage of a pipeline is given the same ones once more
 
     def take(self, batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> Snapshot:
         """A snapshot. On the training thread: values on the device are fetched for the holder, and not waited for."""
@@ -260,7 +261,8 @@ class Intake:
         samples = len(load.documents) if load.layout == "packed" and load.documents is not None else load.rows
         tokens = self.estimator.count_tokens(load)
         padded += tokens - load.tokens  # latents are not padded
-        return BatchWork(load, model, hardware, tokens, padded, samples, len(load.all_grids), estimate._notes)
+        sizes = (tokens, padded, samples, len(load.all_grids)) if self.counts_tokens else (0, 0, 0, 0)
+        return BatchWork(load, model, hardware, *sizes, estimate._notes)
 
     def _find(self, kind: str, load: Workload, head: LabelHead | None = None) -> dict[str, int]:
         """FLOPs by format: `own` convention, `hardware`, or hardware with the eager kernel."""

@@ -288,7 +288,7 @@ class Meter:
         self._last_datasets = 0
         self.scope = "this process"
         self.has_others = False  # ranks to send sums to
-        self.has_stages = False  # this rank is a stage of a pipeline
+        self.has_stages = False  # of a pipeline, whose first one counts for all
         self.combined: MeanStep | None = None  # of all ranks, once they have answered
         self.is_unreported = False  # no record holds them yet
         self.problems: dict[str, str] = {}  # for the monitor to say; key: what it is said once for
@@ -403,7 +403,7 @@ class Meter:
         )
         if self.has_others:
             own = window.mean(self.peaks, self.scope)
-            # A pipeline's first stage counts the FLOPs of all stages, the others none.
+            # Where a pipeline's stages do not know their parts, the first counts the FLOPs of all, the others none.
             flops = math.nan if self.has_stages else own.model_flops
             record["perf/rank_mfu"] = _divide(flops, own.train_s * own.peak_flops_per_s)
             record["perf/rank_step_time"] = own.wall_s

@@ -9,14 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.model.live import strip, unwrap
-from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, bind_live
+from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, TensorShape, bind_live
 from flopcalc.monitor.measured import MeasuredIntake, MeasuredModule
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Meter, Peaks
 from flopcalc.monitor.modes import FactorSource, make_source
 from flopcalc.monitor.place import Seen, find_known_device, find_layout, find_peak, guess_format, look_inside
 from flopcalc.monitor.settings import Settings
+from flopcalc.monitor.stage import cut_to_stage
 
 
 class WatchedModel:
@@ -44,6 +46,7 @@ class WatchedModel:
         self._adapted: Any = None  # a module that has adapters
         self._base: Hashable = None  # which adapters are on where it trains
         self._states: dict[Hashable, Intake | None] = {}  # which adapters are on -> how passes are counted
+        self._is_part = False  # a pipeline's stage that is counted by itself
         self._is_first = is_first
         self._settings = settings
         self._meter = meter
@@ -95,9 +98,11 @@ class WatchedModel:
             self._explain(str(error))
             return
         self.shared = tensor * context
-        self._meter.has_stages = stages > 1
         try:
+            self._meter.has_stages = stages > 1
             self.intake = self._make_intake(model, context)
+            if stages > 1 and isinstance(self.intake.estimator, CountedEstimator) and self.live is not None:
+                self._cut(self.intake.estimator, context)
             self.has_formula = True
         except FlopcalcError as error:
             if self.given is not None or not hasattr(self.live, "named_parameters"):
@@ -114,6 +119,15 @@ class WatchedModel:
             self.take = self._take_measured
         if self._is_first:
             self._meter.convention = self.intake.estimator.convention if self.has_formula else "full"
+
+    def _cut(self, whole: CountedEstimator, context: int) -> None:
+        """Each stage of a pipeline counts its own layers, and the first one the tokens."""
+        part = cut_to_stage(whole, self.live)
+        self._is_part = part is not None
+        if part is not None:
+            self._meter.has_stages = False
+            self.intake = self._make_intake(part[0], context)
+            self.intake.counts_tokens = part[1]
 
     def _count_calls(self, reason: str) -> None:
         """No spec describes it: its calls are counted on a copy, from the first one on."""
@@ -225,10 +239,15 @@ class WatchedModel:
             self._find_peaks()
 
     def _take_stage(self, batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> Snapshot | None:
-        """A pipeline's later stages are given activations: the first one counts for all."""
-        ids = batch.get("input_ids")
-        if self.intake is None or ids is None or len(getattr(ids, "shape", ())) != 2:
+        """Later stages of a pipeline are given activations; where a stage's part is not known, the first counts all."""
+        if self.intake is None:
             return None
+        if len(getattr(batch.get("input_ids"), "shape", ())) != 2:
+            shapes = {name: each.shape for name, each in batch.items() if len(getattr(each, "shape", ())) == 3}
+            if not (self._is_part and shapes):
+                return None
+            name = next(iter(shapes))
+            batch = {**batch, name: None, "inputs_embeds": TensorShape(shapes[name])}
         return self.intake.take(batch, fetcher, holder)
 
     def keep_absolute(self, sizes: Hashable) -> None:

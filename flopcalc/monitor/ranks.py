@@ -120,6 +120,10 @@ def combine(gathered: GatheredInterval, world: int, straggler_factor: float = 1.
     if not sums:
         return MeanStep(0, nan, nan, nan, nan, nan, nan, nan, nan, nan, None, (), scope, ("no rank reported a step",))
 
+    least, most = (pick(one.steps for one in sums.values()) for pick in (min, max))
+    if least < most:
+        scope += f", the mean of {least} to {most} steps each"
+
     def per_step(name: str) -> dict[int, float]:
         return {rank: getattr(one, name) / one.steps for rank, one in sums.items()}
 
@@ -132,7 +136,7 @@ def combine(gathered: GatheredInterval, world: int, straggler_factor: float = 1.
     limit = straggler_factor * _median(known)
     unknown = {"model FLOPs": _unknown(model_flops), "step time": _unknown(wall_s), "peak": _unknown(peaks)}
     return MeanStep(
-        steps=max(one.steps for one in sums.values()),
+        steps=most,
         model_flops=sum(model_flops.values()),
         hardware_flops=sum(per_step("hardware_flops").values()),
         tokens=sum(per_step("tokens").values()),

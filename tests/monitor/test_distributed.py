@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from places import ROOT
 from ranks import DEADLINE_S, Rank, Talk, run_ranks
 
 import flopcalc
@@ -163,6 +164,15 @@ def check_machine(metrics: Mapping[str, Any], flops: float, tokens: float, world
     assert metrics["perf/tokens_per_second"] * metrics["perf/step_time"] == pytest.approx(tokens, rel=1e-9)
 
 
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "flopcalc.jsonl").read_text().splitlines()]
+
+
+def find_own_record(folder: Path) -> dict[str, Any]:
+    """A record of the rank that writes, over steps of its own."""
+    return next(line for line in read_log(folder) if line.get("perf/rank_mfu") is not None)
+
+
 # --- Ranks with batches of their own ----------------------------------------------------------------------------------
 
 
@@ -183,10 +193,10 @@ def test_ddp(tmp_path: Path) -> None:
     with run_ranks(3, train_ddp, str(tmp_path)) as ranks:
         found = hear_all(ranks)
     check_machine(found[0].metrics, count(8, 16, 24), ROWS * (8 + 16 + 24), 3)
-    log = [json.loads(line) for line in (tmp_path / "flopcalc.jsonl").read_text().splitlines()]
+    log = read_log(tmp_path)
     assert (log[0]["type"], log[0]["world"], log[-1]["type"]) == ("start", 3, "end")
     steps = [line for line in log if line["type"] == "step"]
-    own = next(line for line in steps if line["perf/rank_mfu"] is not None)
+    own = find_own_record(tmp_path)
     assert own["perf/rank_mfu"] * own["perf/rank_step_time"] * PEAK == pytest.approx(count(8), rel=1e-9)
     assert (steps[0]["perf/scope"], steps[-1]["perf/scope"]) == ("rank 0 of 3", "all 3 ranks")
     detail = next(line for line in steps if "perf/stragglers" in line)
@@ -202,15 +212,23 @@ def train_fsdp(talk: Talk, store: Any, folder: str, kind: str) -> Outcome:  # no
     import torch.distributed as dist
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+    from torch.nn.parallel import DistributedDataParallel
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    options = {"mesh": mesh}
+    if kind == "mixed precision":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     batch = make_batch(8 * (dist.get_rank() + 1), dist.get_rank())
 
     def make() -> tuple[Any, Callable[[], Any]]:
         model = build({**CONFIG, "tie_word_embeddings": kind == "fsdp1 tied"})
         layers = model.model.layers
+        if kind.startswith("lora"):
+            model = add_lora(model)
         if kind.startswith("fsdp1"):
             policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(layers[0])})
             model = FullyShardedDataParallel(
@@ -221,32 +239,55 @@ def train_fsdp(talk: Talk, store: Any, folder: str, kind: str) -> Outcome:  # no
                 device_id=torch.device("cpu"),
             )
             return model, lambda: run_model(model, batch)
+        if kind == "lora ddp":
+            model = DistributedDataParallel(model)
+            return model, lambda: run_model(model, batch)
         for i, layer in enumerate(layers):
             if kind == "wrapped":
                 layers[i] = checkpoint_wrapper(layer)
-            fully_shard(layers[i], mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layers[i], **options)
+        fully_shard(model, **options)
         return model, lambda: run_model(model, batch)
 
     return train_twice(folder, settings(), make)
 
 
+def add_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+LORA = {"lora": {"r": 4, "targets": ["q_proj", "v_proj"]}}
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", ["fsdp2", "wrapped", "fsdp1", "fsdp1 named", "fsdp1 tied"])
-def test_fsdp(tmp_path: Path, kind: str) -> None:
-    """FSDP2 alone and with torch's checkpoint_wrapper; FSDP1 with flat parameters, and with their own names."""
-    with run_ranks(2, train_fsdp, str(tmp_path), kind) as ranks:
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("fsdp2", {}),
+        ("mixed precision", {}),
+        ("hsdp", {}),
+        ("wrapped", {"recompute": "full"}),
+        ("fsdp1", {}),
+        ("fsdp1 named", {}),
+        ("fsdp1 tied", {}),
+        ("lora ddp", LORA),
+        ("lora fsdp2", LORA),
+    ],
+)
+def test_fsdp(tmp_path: Path, kind: str, recipe: dict[str, Any]) -> None:
+    """FSDP2 in all its forms; FSDP1 with flat parameters, and with their own names; adapters in DDP and FSDP2."""
+    lengths = (8, 16, 24, 32) if kind == "hsdp" else (8, 16)
+    with run_ranks(len(lengths), train_fsdp, str(tmp_path), kind) as ranks:
         found = hear_all(ranks)
-    check_machine(found[0].metrics, count(8, 16), ROWS * (8 + 16), 2)
-    machine = found[0].metrics["perf/step_time"] * PEAK * 2
-    recompute = "full" if kind == "wrapped" else "none"
-    executed = sum(
-        flopcalc.estimate_flops(
-            CONFIG, batch_size=ROWS, seq_len=length, convention="hardware", recipe={"recompute": recompute}
-        ).total
-        for length in (8, 16)
-    )
-    assert found[0].metrics["perf/hfu"] * machine == pytest.approx(executed, rel=1e-9)
+    estimator = flopcalc.bind(CONFIG, recipe=recipe)
+    flops = sum(estimator(ROWS, length).total for length in lengths)
+    check_machine(found[0].metrics, flops, ROWS * sum(lengths), len(lengths))
+    machine = found[0].metrics["perf/step_time"] * PEAK * len(lengths)
+    executed = flopcalc.bind(CONFIG, recipe=recipe, convention="hardware")
+    flops = sum(executed(ROWS, length).total for length in lengths)
+    assert found[0].metrics["perf/hfu"] * machine == pytest.approx(flops, rel=1e-9)
 
 
 def train_wrapped_later(talk: Talk, store: Any, folder: str, is_sharded: bool) -> Outcome:  # noqa: ARG001
@@ -399,7 +440,7 @@ def test_context_parallel(tmp_path: Path) -> None:
 
 
 def train_pipeline(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
-    """Two stages of two layers, two micro-batches; the first stage alone sees the text, and counts it for both."""
+    """Two stages of two layers, two micro-batches; the first stage alone sees the text."""
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -448,6 +489,10 @@ def test_pipeline_parallel(tmp_path: Path) -> None:
     with run_ranks(2, train_pipeline, str(tmp_path)) as ranks:
         found = hear_all(ranks)
     check_machine(found[0].metrics, count(16), ROWS * 16, 2)
+    last = count(16, config={**CONFIG, "num_hidden_layers": 2})  # two layers and the head
+    assert [each.metrics["perf/model_flops"] for each in found] == [count(16) - last, last]
+    own = find_own_record(tmp_path)
+    assert own["perf/rank_mfu"] * own["perf/rank_step_time"] * PEAK == pytest.approx(count(16) - last, rel=1e-9)
 
 
 # --- What goes wrong --------------------------------------------------------------------------------------------------
@@ -609,6 +654,19 @@ def test_a_straggler_is_named_and_its_time_counts(tmp_path: Path) -> None:
         check_machine(found, count(8, 16, 24), ROWS * (8 + 16 + 24), 3)
 
 
+def test_a_rank_with_fewer_steps(tmp_path: Path) -> None:
+    """The last interval is of three steps of rank 0, and of one of rank 1: the mean step of each, and it says so."""
+    with run_crew(2, tmp_path, detail_every=4) as crew:
+        for rank, steps in zip(crew.ranks, (7, 5), strict=True):
+            rank.ask("train", steps)
+        found = [crew.ranks[rank].ask("close") for rank in (1, 0)][1]
+        assert found["perf/scope"] == "all 2 ranks, the mean of 1 to 3 steps each"
+        assert found["perf/steps"] == 3
+        machine = found["perf/step_time"] * PEAK * 2
+        assert found["perf/mfu"] * machine == pytest.approx(count(8, 16), rel=1e-9)
+        assert crew.say_all("said") == [[], []]
+
+
 def test_without_the_channel_each_rank_speaks_for_itself(tmp_path: Path) -> None:
     with run_crew(2, tmp_path, enabled=False) as crew:
         found = crew.train({0, 1}, lambda metrics: metrics["perf/mfu"] > 0)
@@ -652,3 +710,12 @@ def test_a_monitor_on_rank_0_only(tmp_path: Path) -> None:
     assert first.metrics["perf/scope"] == "1 of 2 ranks"
     assert first.metrics["perf/mfu"] * first.metrics["perf/step_time"] * PEAK == pytest.approx(count(8), rel=1e-9)
     assert [text.split(" sent ")[0] for text in first.said] == ["flopcalc: rank 1 of 2"]
+
+
+def test_the_docs_name_tests_that_exist() -> None:
+    """Each row of the table of layouts ends with the test that runs it."""
+    _, _, rest = (ROOT / "docs" / "monitor.md").read_text(encoding="utf-8").partition("| layout |")
+    rows = rest.partition("\n\n")[0].splitlines()[2:]
+    named = [row.rstrip(" |").rpartition("| ")[2].strip("`") for row in rows]
+    assert len(named) == 13
+    assert set(named) <= globals().keys()

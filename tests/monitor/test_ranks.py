@@ -59,6 +59,7 @@ def test_a_rank_with_fewer_steps_counts_by_its_mean() -> None:
     sums = {0: Sums(10, 1000, 0, 0, 0, 0, 0, 10.0, NAN, 1.0), 1: Sums(5, 500, 0, 0, 0, 0, 0, 10.0, NAN, 1.0)}
     found = combine(GatheredInterval(1, sums, ()), 2)
     assert (found.steps, found.model_flops, found.wall_s, found.slowest_rank) == (10, 200.0, 2.0, 1)
+    assert found.scope == "all 2 ranks, the mean of 5 to 10 steps each"
 
 
 def test_missing_ranks_are_not_made_up() -> None:

@@ -52,7 +52,7 @@ def join_live(
         live, recipe = _rename(live, recipe, rule)
     stages = _split_experts(model.stages, live.sizes)
     _check_alike(stages, recipe)
-    return model.replace(stages=_tie(stages, live.first)), recipe, live, rules
+    return model.replace(stages=tie_live(stages, live.first)), recipe, live, rules
 
 
 class Rule(NamedTuple):
@@ -171,7 +171,7 @@ def _check_alike(stages: tuple[Stage, ...], recipe: Recipe) -> None:
 # --- Tied tensors ---------------------------------------------------------------------------------------------------
 
 
-def _tie(stages: tuple[Stage, ...], first: Mapping[str, str]) -> tuple[Stage, ...]:
+def tie_live(stages: tuple[Stage, ...], first: Mapping[str, str]) -> tuple[Stage, ...]:
     """What is one tensor in the live model is one here: other releases have other defaults for tied heads."""
     owners: dict[str, str] = {}  # first name -> the op's parameter that has it
 

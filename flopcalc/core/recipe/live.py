@@ -37,7 +37,7 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
             # lora_A is (r, in) for a linear, (r, in, …) for a convolution, (r, vocab) for an embedding, and
             # (experts · r, in) for a stack of experts; its module is the one before it.
             side, _, name = rest.removeprefix("embedding_").partition(".")
-            adapted, experts = fused.get(path, (_plain_name(path), 1))
+            adapted, experts = fused.get(path, (plain_name(path), 1))
             name = name.removesuffix(".weight")
             is_active = path not in active or name in active[path]
             own = adapters.setdefault(adapted, {}).setdefault(name, Adapter(0, is_active=is_active))
@@ -50,7 +50,7 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
             if parameter.requires_grad:
                 trained.add(f"{adapted}.lora_{side}")
             continue
-        name = _plain_name(full_name)
+        name = plain_name(full_name)
         if name.endswith(_SCALES):
             continue
         if ".modules_to_save." in name:
@@ -91,7 +91,7 @@ def read_formats(model: Any, *, are_said: bool = False) -> LiveFormats:
         if ".lora_" in full_name:
             adapter = parse_compute(parameter.dtype, full_name, ConfigError)
             continue
-        name = _plain_name(full_name)
+        name = plain_name(full_name)
         stored = _find_stored(modules.get(full_name.rpartition(".")[0]), parameter, full_name, are_said)
         found[name] = stored
         if not stored.is_quantized:
@@ -210,11 +210,11 @@ def _find_fused(model: Any) -> dict[str, tuple[str, int]]:
     for path, module in model.named_modules():
         name = getattr(module, "parameter_name", None)
         if isinstance(name, str) and hasattr(module, "lora_A"):
-            found[path] = (f"{_plain_name(path)}.{name}", int(getattr(module, "num_experts", 1)))
+            found[path] = (f"{plain_name(path)}.{name}", int(getattr(module, "num_experts", 1)))
     return found
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's or module's name without what DDP, torch.compile and PEFT wrap around it."""
     for wrapper in _WRAPPERS * 2:
         name = name.removeprefix(wrapper)
@@ -228,7 +228,7 @@ def _plain_name(name: str) -> str:
 def list_wrapped(model: Any) -> dict[str, bool]:
     """Modules in torch's checkpoint_wrapper, by plain name, and whether it is the reentrant one."""
     return {
-        _plain_name(f"{path}.")[:-1]: "NO_" not in str(getattr(module, "checkpoint_impl", "NO_"))
+        plain_name(f"{path}.")[:-1]: "NO_" not in str(getattr(module, "checkpoint_impl", "NO_"))
         for path, module in model.named_modules()
         if "_checkpoint_wrapped_module" in module._modules
     }
