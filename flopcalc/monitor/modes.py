@@ -110,9 +110,6 @@ class FactorSource:
         self.cancel()
 
 
-EstimateSource = FactorSource
-
-
 class _MeasuringSource(FactorSource):
     """What the measuring sources share: when a step is due, and what is believed."""
 
@@ -184,6 +181,12 @@ class _MeasuringSource(FactorSource):
             )
         return True
 
+    def _fail(self, error: NotMeasured) -> None:
+        if error.is_final:
+            self._turn_off(str(error))
+        else:
+            self._refuse(str(error), f"{self.name}: {error}")
+
     def _refuse(self, reason: str, once: str) -> None:
         if self._latest is None:
             self._explain(reason)
@@ -232,12 +235,6 @@ class ProfilerSource(_MeasuringSource):
             self._fail(error)
             return
         self._keep(step, kind, flops, counts.full if counts is not None else None, "profiler")
-
-    def _fail(self, error: NotMeasured) -> None:
-        if error.is_final:
-            self._turn_off(str(error))
-        else:
-            self._refuse(str(error), f"profiler: {error}")
 
     def cancel(self) -> None:
         self._is_open = False
@@ -369,10 +366,7 @@ class SmartSource(_WithCounters):
         try:
             flops = self._copy.count(batches)
         except NotMeasured as error:
-            if error.is_final:
-                self._turn_off(str(error))
-            else:
-                self._refuse(str(error), f"smart: {error}")
+            self._fail(error)
             return
         expected = None
         if counts is not None:
@@ -506,7 +500,7 @@ class HybridSource(_WithCounters):
 
 
 _SOURCES: dict[str, Callable[[Settings, Any, Say], FactorSource]] = {
-    "estimate": EstimateSource,
+    "estimate": FactorSource,
     "profiler": ProfilerSource,
     "smart": SmartSource,
     "hybrid": HybridSource,

@@ -181,10 +181,3 @@ def _name_axis(name: str) -> str | None:
     if name.startswith(("cp", "context")):
         return "cp"
     return "data" if name.startswith(_DATA_AXES) else None
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    import torch
-
-    return torch.cuda.is_current_stream_capturing()

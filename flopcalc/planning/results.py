@@ -271,14 +271,8 @@ class Plan(NamedTuple):
                 rate = self.price.usd_per_gpu_hour * self.gpus * 24
                 is_large = rate * days * max(self.points)[0] >= 1e6
                 rate /= 1e6 if is_large else 1
-
-                def to_money(days: Any) -> Any:
-                    return days * rate
-
-                def to_days(money: Any) -> Any:
-                    return money / rate
-
-                money = axes.secondary_yaxis("right", functions=(to_money, to_days))
+                scales = (lambda days: days * rate, lambda dollars: dollars / rate)
+                money = axes.secondary_yaxis("right", functions=scales)
                 money.set_ylabel("million USD" if is_large else "USD")
                 money.yaxis.set_major_formatter("{x:g}")
                 money.yaxis.set_minor_formatter("{x:g}")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.vocabulary import Clipping, Group, Recompute
+from flopcalc.base.vocabulary import Clipping, Recompute
 from flopcalc.core.count.formulas import (
     KernelShape,
     adapter_flops,
@@ -195,7 +195,8 @@ class _Layer:
             held = _Parameters()
         if op.at:  # its work belongs there, its parameters to its own module
             self._add(op.replace(name=op.at.removeprefix(".")), products, trains_weight=state.weight)
-            self._add(_as_parameter(op), [], held, state.weight)
+            own = Param(name=op.name, part=op.part, rows=op.rows, size=op.weight_size, tied=op.tied)
+            self._add(own, [], held, state.weight)
         else:
             self._add(op, products, held, state.weight)
         if self.mode.clipping != "none" and (trains or held.trainable):
@@ -394,11 +395,6 @@ def _make_attention(op: Attend) -> tuple[Product, Product]:
     return scores, Product("values", op.rows, value_flops(op), n_out=op.v, copies=op.heads)
 
 
-def _as_parameter(op: Weighted) -> Param:
-    """The module that holds a weight which another multiplies by."""
-    return Param(name=op.name, part=op.part, rows=op.rows, size=op.weight_size, tied=op.tied)
-
-
 def _without_gradients(row: Row) -> Row:
     kept = [product.change(input_gradient=0, weight_gradient=0) for product in row.products]
     return row.replace(products=tuple(kept))
@@ -429,14 +425,16 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
         flow = flow or any(stream.get(name, False) for name in stage.joins)
         outputs: list[bool] = []
         folded: dict[tuple[Row, ...], list[int]] = {}
-        numbers_of: dict[int, tuple[OpFormats, ...]] = {}  # by chain
+        numbers_of: dict[int, tuple[OpFormats, ...]] = {}  # by chain, of every op in order of execution
         for layer, chain in enumerate(stage.layers):
             path = f"{stage.path}.{stage.first + layer}" if stage.repeated else stage.path
             if stage.reads is not None:
                 flow = after.get(stage.reads[0], [])[stage.reads[1][layer]]
             states = _layer_states(chain, path, stage, resolver)
             if not is_plain and (formats.names_layers or id(chain) not in numbers_of):
-                numbers_of[id(chain)] = _find_numbers(chain, path, stage.group, formats)
+                numbers_of[id(chain)] = tuple(
+                    formats.resolve(op, join(path, op.name), stage.group) for op in iterate(chain)
+                )
             numbers = numbers_of.get(id(chain))
             key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs, numbers, *streams.items())
             counted = cache.get(key)
@@ -465,11 +463,6 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
 def _is_streamed(op: Op) -> bool:
     """Whether an op reads other streams than its own chain, or writes into one."""
     return bool(op.source or op.joined or op.to)
-
-
-def _find_numbers(chain: Chain, path: str, group: Group, formats: Formats) -> tuple[OpFormats, ...]:
-    """The formats of every op of a layer, in order of execution."""
-    return tuple(formats.resolve(op, join(path, op.name), group) for op in iterate(chain))
 
 
 # Products of an adapter; all others of an op are its own.

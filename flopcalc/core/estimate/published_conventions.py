@@ -217,7 +217,8 @@ class QuotedScope:
         return {
             "depth": depth,
             "active": active,
-            "ssm_layers": sum(times for row, times in rows if _is_ssm(row)),
+            # A layer with a scan has one convolution.
+            "ssm_layers": sum(times for row, times in rows if row.row.op.part == "ssm" and row.row.op.kind == "conv"),
             **sums,
         }
 
@@ -266,11 +267,6 @@ def _fold_layers(rows: Iterable[CountedRow], main: str) -> dict[str, int]:
         if op.part == "mlp" and op.copies > 1:
             found["moe_layers"] |= layers
     return {name: len(layers) for name, layers in found.items()}
-
-
-def _is_ssm(counted: CountedRow) -> bool:
-    """Whether a row is the one convolution of a layer with a scan."""
-    return counted.row.op.part == "ssm" and counted.row.op.kind == "conv"
 
 
 def _find_dims(rows: Iterable[CountedRow]) -> dict[str, int]:

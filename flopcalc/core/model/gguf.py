@@ -65,12 +65,6 @@ def load_tables() -> dict[str, Any]:
     return load_toml(os.path.join(find_data_dir(), "gguf.toml"))
 
 
-def is_gguf(path: str) -> bool:
-    """Whether a file begins as GGUF files do."""
-    with open_regular(path, ConfigError) as file:
-        return file.read(len(MAGIC)) == MAGIC
-
-
 # --- the header -------------------------------------------------------------------------------------------------------
 class _GgufReader:
     """Reads little-endian values one after the other."""

@@ -269,7 +269,7 @@ def has_lm_head(stages: tuple[Stage, ...]) -> bool:
 
 def _has_logits(stage: Stage) -> bool:
     return any(
-        op.part == "lm_head" or isinstance(op.rows, Logits) or _is_sided_logits(op)
+        op.part == "lm_head" or isinstance(op.rows.inner if isinstance(op.rows, InDecoder) else op.rows, Logits)
         for chain in stage.layers[:1]
         for op in iterate(chain)
     )
@@ -289,10 +289,6 @@ def list_saved(stage: Stage) -> list[str]:
     """Paths of a head's linear layers that PEFT trains as well as adapters, as for task types SEQ_CLS and TOKEN_CLS."""
     ops = (op for chain in stage.layers[:1] for op in iterate(chain) if op.part == "head" and isinstance(op, Linear))
     return [join(stage.path, op.name) for op in ops if not op.adapts]
-
-
-def _is_sided_logits(op: Op) -> bool:
-    return isinstance(op.rows, InDecoder) and isinstance(op.rows.inner, Logits)
 
 
 def _is_decoded(stage: Stage) -> bool:

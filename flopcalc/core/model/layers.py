@@ -259,7 +259,7 @@ class LayerBuilder:
             input_embedding=self._is_input(item),
             own_flops=size("flops") if "flops" in item else 0,
             at=item.get("at", ""),
-            numbered=self._numbered(item),
+            numbered=tuple(self.dims.evaluate(item["numbered"])) if "numbered" in item else (0, 1),
             adapts=adapts,
             split=item.get("split"),
             is_shared=bool(item.get("shared", False)),
@@ -342,9 +342,6 @@ class LayerBuilder:
 
     def _fill(self, name: str) -> str:
         return re.sub(_BRACES, lambda found: str(self.dims.lookup(found[1])), name) if "{" in name else name
-
-    def _numbered(self, item: Table) -> tuple[int | str, ...]:
-        return tuple(self.dims.evaluate(item["numbered"])) if "numbered" in item else (0, 1)
 
     def _groups(self, item: Table) -> tuple[int, int]:
         """Groups of experts, and how many of them a token may reach; one of one where a config says none."""
