@@ -248,10 +248,11 @@ def refit(profiles: Path, out: Path) -> None:
     """
     import host_types
     import single_calls
+    from refit import fit_again
 
     from flopcalc.hardware.tables import find_table, load_table
     from flopcalc.measure.predictor import runs
-    from flopcalc.measure.predictor.fit.predictor import fit_again, save_predictor
+    from flopcalc.measure.predictor.fit.predictor import save_predictor
     from flopcalc.prediction.kernels.constants import load_shipped
     from flopcalc.prediction.kernels.machine import MEASURED_ON
     from lab.blind import steps

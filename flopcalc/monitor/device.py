@@ -7,12 +7,18 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from flopcalc.monitor.records import DueRecord
 
 # Pinned memory is slow to allocate: buffers of one size are made together.
 _BLOCK_BUFFERS, _BLOCK_BYTES = 64, 1 << 22
+
+
+class Holder(Protocol):
+    """Has host buffers that the device writes into."""
+
+    copies: list[Any]
 
 
 def find_device() -> DeviceQueue | None:
@@ -63,7 +69,7 @@ class DeviceQueue:
         event.record(self._stream)
         return event
 
-    def take(self, _name: str, tensor: object, holder: DueRecord) -> Any:
+    def take(self, _name: str, tensor: object, holder: Holder) -> Any:
         """As `fetch`; the holder gives the buffer back."""
         found = self.fetch(tensor)
         holder.copies.append(found)

@@ -60,7 +60,10 @@ def make_executed(model: BoundModel, recipe: Mapping[str, Any]) -> CountedEstima
 
 
 def compare_bound(estimator: CountedEstimator, workload: Mapping[str, Any], traced: Mapping[str, Any]) -> Verdict:
-    """The same with what make_executed gives; with `sums`, the whole step's, the rows may be those of some layers."""
+    """The rows that make_executed counts against traced ones: {rows: path -> (forward, backward, recompute), total, …}.
+
+    With `sums`, the whole step's, the traced rows may be those of some layers.
+    """
     estimate = estimator.estimate(make_load(workload))
     ours = {
         row.path: (row.forward, row.backward, row.recompute)

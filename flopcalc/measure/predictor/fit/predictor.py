@@ -16,7 +16,6 @@ from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, make_machin
 from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
 from flopcalc.measure.predictor.fit.clock import (
     fit_compiled,
-    fit_gap,
     fit_gaps_and_power,
     fit_slowdown,
     scale_to_full_clock,
@@ -35,7 +34,6 @@ from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, 
 from flopcalc.measure.predictor.fit.products import fit_adapters, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.fit.watts import fit_watts
 from flopcalc.measure.predictor.narrow import is_narrow
-from flopcalc.prediction.kernels.attention import IN_WAVES
 from flopcalc.prediction.kernels.constants import (
     SCHEMA,
     Constants,
@@ -100,7 +98,7 @@ def fit_predictor(
         check_complete(constants, paces)
         constants["host"] = scale_host(known["host"], paces)
     else:
-        constants = _fit_host_part(constants, records, configs, modelled)
+        constants = fit_host_part(constants, records, configs, modelled)
     constants["gaps"], constants["power"] = fit_gaps_and_power(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
     metered = model_cases((record for record in records if record.get("power") == "step"), configs, device, version)
@@ -108,62 +106,14 @@ def fit_predictor(
     return constants if watts is None else {**constants, "watts": watts}
 
 
-def fit_again(
-    constants: Constants,
-    records: Iterable[Json],
-    configs: Callable[[str], Json],
-    others: Sequence[ModelledCase] = (),
-    more_calls: Sequence[Json] = (),
-    elsewhere: Sequence[ModelledCase] = (),
-    gemm_table: Sequence[Json] = (),
-) -> Constants:
-    """Constants of a predictor fitted anew: plain products', the optimizer's, the host's, the clock's, and attention's
-    in waves.
-
-    Its other kernels stay. `others` are small steps of more model types, perhaps of another machine, `more_calls`
-    single calls of kernels that the records do not show, and `elsewhere` steps of other machines of the same device,
-    which give the time between kernels better than one machine does.
-    """
-    records = list(records)
-    device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
-    modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device, version)
-    rates, slowdowns = fit_slowdown(modelled, constants)
-    full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
-    calls = [*more_calls, *(call for record in records for call in record.get("calls", ()))]
-    points = join_points(read_points(full_clock), read_single_calls(calls)).products
-    products = fit_products(points, read_gemm_table(gemm_table), find_tiles(device))
-    changed: Constants = {
-        **constants,
-        "products": {**constants["products"], **products, "adapters": fit_adapters(calls)},
-        "attention": _fit_waves(constants, full_clock, calls),
-        "moved": constants["moved"] | fit_curves(read_single_calls(more_calls).moved),
-        "optimizer": fit_lines(full_clock)[1],
-    }
-    changed = _fit_host_part(changed, records, configs, modelled, others)
-    gaps, power = fit_gaps_and_power(modelled, changed)
-    changed = {**changed, "gaps": gaps, "power": power}
-    gap_s = fit_gap(elsewhere, changed)
-    return changed if gap_s is None else {**changed, "gaps": {**gaps, "train": gap_s}}
-
-
-def _fit_waves(
-    constants: Constants, cases: Sequence[ModelledCase], calls: Sequence[Json]
-) -> dict[str, dict[str, list[float]]]:
-    """Constants of attention, those under the masks IN_WAVES fitted anew."""
-    units = round(ProductShape(*constants["products"]["shape"]).units)
-    points = join_points(read_points(cases), read_single_calls(calls)).attention
-    fitted = fit_attention([point for point in points if point.mask in IN_WAVES], units)
-    return {kernel: table | fitted.get(kernel, {}) for kernel, table in constants["attention"].items()}
-
-
-def _fit_host_part(
+def fit_host_part(
     constants: Constants,
     records: Sequence[Json],
     configs: Callable[[str], Json],
     modelled: Sequence[ModelledCase],
     others: Sequence[ModelledCase] = (),
 ) -> Constants:
-    """The same constants with the host's, from the records of small steps."""
+    """The same constants with the host's, from the records of small steps; `others` are such steps of more types."""
     steps = _model_small_steps(constants, records, configs)
     more = [HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"])) for each in others]
     measured: dict[str, float] = next((record["units"] for record in records if "units" in record), {})
