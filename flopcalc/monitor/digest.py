@@ -221,7 +221,7 @@ class StepWorker:
         if isinstance(entry, SeenStep):
             self.meter.add(self._make_step(entry))
         elif isinstance(entry, LostTime):
-            self.meter.lose(entry.cause, entry.seconds)
+            self.meter.goodput.lose(entry.cause, entry.seconds)
         elif isinstance(entry, DatasetMetrics):
             self.meter.add_datasets(entry.values)
 

@@ -359,9 +359,6 @@ class Meter:
         self.goodput.lose("data", step.data_s)
         self.goodput.productive_s += work - stalled
 
-    def lose(self, cause: str, seconds: float) -> None:
-        self.goodput.lose(cause, seconds)
-
     def add_datasets(self, values: Mapping[str, Mapping[str, float]]) -> None:
         for name, found in values.items():
             self._dataset_values.setdefault(str(name), {}).update(found)
@@ -395,7 +392,8 @@ class Meter:
         """
         window, self._window = self._window, Window()
         self.is_unreported = False
-        found = self._mean(window)
+        # The mean step: of all ranks where they have answered, else of this one.
+        found = self.combined if self.combined is not None else window.mean(self.peaks, self.scope)
         peak = window.find_peaks(self.peaks)[0]
         record = {**values, **_list_rates(found), **self._context(found, peak), **self._split_passes(window)}
         record["perf/mfu_of_bf16_peak"] = _divide(
@@ -430,10 +428,6 @@ class Meter:
 
     def is_detail_due(self) -> bool:
         return self.steps - self._last_detail >= self.settings.detail_every
-
-    def _mean(self, window: Window) -> MeanStep:
-        """The mean step: of all ranks where they have answered, else of this one."""
-        return self.combined if self.combined is not None else window.mean(self.peaks, self.scope)
 
     def _context(self, found: MeanStep, peak: DevicePeak) -> dict[str, Any]:
         last = self._last

@@ -44,11 +44,8 @@ class JsonlSink(Sink):
             self._lines.append(line)
             self._taken = record
         if len(self._lines) >= self._save_every or record.get("type", "step") != "step":
-            self._save()
+            self.flush()
         self._taken = None
-
-    def flush(self) -> None:
-        self._save()
 
     def unsaved(self) -> int:
         return len(self._lines)
@@ -58,7 +55,7 @@ class JsonlSink(Sink):
             os.close(self._fd)
             self._fd = None
 
-    def _save(self) -> None:
+    def flush(self) -> None:
         if not self._lines:
             return
         try:
