@@ -49,8 +49,11 @@ class FlopcalcMonitor(MonitorCallback, Callback):
         models = _find_models(pl_module)
         self._is_hidden = getattr(pl_module, "_compiler_ctx", None) is not None
         is_compiled = self._is_hidden or hasattr(models[0], "_orig_mod")
+        found = {
+            "sinks": ("jsonl",),  # services are reached by the Trainer's own loggers
+        }
         cast = _AUTOCAST.get(str(trainer.precision), "none") if is_compiled else None
-        self._open(models, folder, {"sinks": ("jsonl",)}, cast)  # services are reached by the Trainer's own loggers
+        self._open(models, folder, found, cast)
         self._step, self._steps = trainer.global_step, 0
         self._is_open, self._losses, self._pending = False, (), ()
         self._time_saves(trainer)
