@@ -51,19 +51,16 @@ def check_type(name: str) -> str:
     if not hasattr(transformers, architecture):
         return f"skipped: no {architecture}"
     workload = next(load for load, _ in list_cases(example, plain) if load.get("phase") == "train")
-    # Where a release has no text_config of its own, its configs hold those keys, as the published ones do.
-    flat = {key: value for key, value in plain.items() if key != "text_config"} | plain.get("text_config", {})
-    flat["model_type"] = plain["model_type"]
-    problem = ""
-    for given in (plain, flat) if flat != plain else (plain,):
-        try:
-            model = build_model(given, example.attention, architecture=architecture)
-            counted = count_flops(model, make_step(model, example, workload, plain))
-            break
-        except Exception as error:  # the release does not take this config, or its code fails
-            problem = problem or f"skipped: {type(error).__name__}: {error}"[:200]
-    else:
-        return problem
+    given = plain
+    parts = getattr(transformers.CONFIG_MAPPING[plain["model_type"]], "sub_configs", None)
+    if parts and "text_config" in plain and "text_config" not in parts:  # this release has its keys beside the others
+        given = {**plain["text_config"], **plain}
+        del given["text_config"]
+    try:
+        model = build_model(given, example.attention, architecture=architecture)
+        counted = count_flops(model, make_step(model, example, workload, plain))
+    except Exception as error:  # the release does not take this config, or its code fails
+        return f"skipped: {type(error).__name__}: {error}"[:200]
     ours = bind(model, convention="full", attention_kernel="eager").estimate(make_load(workload))
     if (ours.forward, ours.backward) == (counted.forward, counted.backward) and not counted.not_counted:
         return "equal"
