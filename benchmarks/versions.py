@@ -30,6 +30,7 @@ TINY: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False,
 }  # fmt: skip
+MODES = ("estimate", "smart", "profiler")
 STEPS, ROWS, LENGTH = 4, 2, 16
 
 
@@ -151,7 +152,7 @@ def run(file: str, names: list[str]) -> int:
     torch.set_num_threads(1)
     checks: dict[str, Callable[[], str]] = {name: lambda name=name: check_type(name) for name in TYPES}
     checks |= {"trace": check_trace, "trainer": check_trainer}
-    checks |= {f"mode {mode}": lambda mode=mode: check_loop(mode) for mode in ("estimate", "smart", "profiler")}
+    checks |= {f"mode {mode}": lambda mode=mode: check_loop(mode) for mode in MODES}
     checks = {name: checks.get(name, lambda name=name: check_type(name)) for name in names or checks}
     versions = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
     versions["transformers"] = transformers.__version__
@@ -170,7 +171,11 @@ def run(file: str, names: list[str]) -> int:
 
 
 def write_page(page: str, files: list[str]) -> None:
-    rows = ["| Python | torch | transformers | equal | skipped | not equal |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| Python | torch | transformers | equal | skipped | not equal | not run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    names = (*TYPES, "trace", "trainer", *(f"mode {mode}" for mode in MODES))
     for file in files:
         found = json.loads(Path(file).read_text())
         results = found["results"].items()
@@ -178,8 +183,9 @@ def write_page(page: str, files: list[str]) -> None:
         skipped = [name for name, each in results if each.startswith("skipped")]
         wrong = [f"{name}: {each}" for name, each in results if each != "equal" and name not in skipped]
         named = f"{len(skipped)} ({', '.join(skipped)})" if skipped else "0"
+        left = ", ".join(name for name in names if name not in found["results"])
         versions = " | ".join(found[each] for each in ("python", "torch", "transformers"))
-        rows.append(f"| {versions} | {len(equal)} | {named} | {'; '.join(wrong) or '0'} |")
+        rows.append(f"| {versions} | {len(equal)} | {named} | {'; '.join(wrong) or '0'} | {left or '0'} |")
     text = Path(page).read_text()
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
