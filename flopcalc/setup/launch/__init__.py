@@ -102,7 +102,9 @@ def _read_parts(path: str, unknown: list[str], *, is_alone: bool) -> list[_Part]
         path if is_line else read_text(path, _SCRIPT_LIMIT, ConfigError) if path.endswith(".sh") else ""
     )
     if is_line and not ("command" in script.program or "name" in script.launcher):
-        raise ConfigError(f"{path[:200]}: neither a file nor a line that starts a training")
+        raise ConfigError(
+            f"{path[:200]}: neither a file nor a line that starts a training; flopcalc serving reads lines of engines"
+        )
     if not (script.program or script.launcher or is_line):
         values = _flatten(read_table(path, "a launch file other than a .sh script", "launch", ConfigError))
         return [_Part(path, values, _detect(values, path))]
