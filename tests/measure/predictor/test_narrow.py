@@ -47,8 +47,9 @@ def _has_sdpa(preset: str) -> bool:
 
 
 OTHER_KINDS = {
-    "albert", "bart", "beit", "bert", "camembert", "clip", "deit", "dinov2", "dinov3_vit", "distilbert", "electra", "esm",
-    "mbart", "modernbert", "mpnet", "mt5", "pegasus", "roberta", "siglip", "t5", "umt5", "vit", "whisper", "xlm-roberta",
+    "albert", "bart", "beit", "bert", "camembert", "clip", "deit", "dinov2", "dinov3_vit", "distilbert", "electra",
+    "esm", "mbart", "modernbert", "mpnet", "mt5", "pegasus", "roberta", "siglip", "t5", "umt5", "vit", "whisper",
+    "xlm-roberta",
 }  # fmt: skip
 
 
