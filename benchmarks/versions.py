@@ -30,6 +30,7 @@ TINY: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False,
 }  # fmt: skip
+MODES = ("estimate", "smart", "profiler")
 STEPS, ROWS, LENGTH = 4, 2, 16
 
 
@@ -51,19 +52,16 @@ def check_type(name: str) -> str:
     if not hasattr(transformers, architecture):
         return f"skipped: no {architecture}"
     workload = next(load for load, _ in list_cases(example, plain) if load.get("phase") == "train")
-    # Where a release has no text_config of its own, its configs hold those keys, as the published ones do.
-    flat = {key: value for key, value in plain.items() if key != "text_config"} | plain.get("text_config", {})
-    flat["model_type"] = plain["model_type"]
-    problem = ""
-    for given in (plain, flat) if flat != plain else (plain,):
-        try:
-            model = build_model(given, example.attention, architecture=architecture)
-            counted = count_flops(model, make_step(model, example, workload, plain))
-            break
-        except Exception as error:  # the release does not take this config, or its code fails
-            problem = problem or f"skipped: {type(error).__name__}: {error}"[:200]
-    else:
-        return problem
+    given = plain
+    parts = getattr(transformers.CONFIG_MAPPING[plain["model_type"]], "sub_configs", None)
+    if parts and "text_config" in plain and "text_config" not in parts:  # this release has its keys beside the others
+        given = {**plain["text_config"], **plain}
+        del given["text_config"]
+    try:
+        model = build_model(given, example.attention, architecture=architecture)
+        counted = count_flops(model, make_step(model, example, workload, plain))
+    except Exception as error:  # the release does not take this config, or its code fails
+        return f"skipped: {type(error).__name__}: {error}"[:200]
     ours = bind(model, convention="full", attention_kernel="eager").estimate(make_load(workload))
     if (ours.forward, ours.backward) == (counted.forward, counted.backward) and not counted.not_counted:
         return "equal"
@@ -154,7 +152,7 @@ def run(file: str, names: list[str]) -> int:
     torch.set_num_threads(1)
     checks: dict[str, Callable[[], str]] = {name: lambda name=name: check_type(name) for name in TYPES}
     checks |= {"trace": check_trace, "trainer": check_trainer}
-    checks |= {f"mode {mode}": lambda mode=mode: check_loop(mode) for mode in ("estimate", "smart", "profiler")}
+    checks |= {f"mode {mode}": lambda mode=mode: check_loop(mode) for mode in MODES}
     checks = {name: checks.get(name, lambda name=name: check_type(name)) for name in names or checks}
     versions = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
     versions["transformers"] = transformers.__version__
@@ -173,7 +171,11 @@ def run(file: str, names: list[str]) -> int:
 
 
 def write_page(page: str, files: list[str]) -> None:
-    rows = ["| Python | torch | transformers | equal | skipped | not equal |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| Python | torch | transformers | equal | skipped | not equal | not run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    names = (*TYPES, "trace", "trainer", *(f"mode {mode}" for mode in MODES))
     for file in files:
         found = json.loads(Path(file).read_text())
         results = found["results"].items()
@@ -181,8 +183,9 @@ def write_page(page: str, files: list[str]) -> None:
         skipped = [name for name, each in results if each.startswith("skipped")]
         wrong = [f"{name}: {each}" for name, each in results if each != "equal" and name not in skipped]
         named = f"{len(skipped)} ({', '.join(skipped)})" if skipped else "0"
+        left = ", ".join(name for name in names if name not in found["results"])
         versions = " | ".join(found[each] for each in ("python", "torch", "transformers"))
-        rows.append(f"| {versions} | {len(equal)} | {named} | {'; '.join(wrong) or '0'} |")
+        rows.append(f"| {versions} | {len(equal)} | {named} | {'; '.join(wrong) or '0'} | {left or '0'} |")
     text = Path(page).read_text()
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)

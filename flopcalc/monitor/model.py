@@ -243,7 +243,8 @@ class WatchedModel:
         if self.intake is None:
             return None
         if len(getattr(batch.get("input_ids"), "shape", ())) != 2:
-            shapes = {name: each.shape for name, each in batch.items() if len(getattr(each, "shape", ())) == 3}
+            sizes = {name: getattr(each, "shape", ()) for name, each in batch.items()}
+            shapes = {name: size for name, size in sizes.items() if len(size) == 3}
             if not (self._is_part and shapes):
                 return None
             name = next(iter(shapes))

@@ -107,7 +107,7 @@ class Attention(NamedTuple):
     def flops(self) -> float:
         """Of all calls, as a kernel executes them: whole blocks, and backward the scores once more."""
         pairs = self.length * self.keys
-        if self.mask != "decode" and self.kernel not in ("eager", "math"):
+        if self.mask != "decode" and self.kernel != "eager" and self.kernel != "math":
             blocks = find_blocks(self.kernel or "cudnn", self.direction, (self.qk + self.v) // 2)
             pairs = blocks.count_pairs(self.length, self.keys, is_causal=self.mask in ("causal", "dropout"))
         scored = 5 / 2 if self.direction == "backward" else 1

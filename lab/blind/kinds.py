@@ -259,8 +259,8 @@ def list_evidence() -> Iterator[tuple[str, list[Json], list[Json]]]:
     from lab.blind import steps
 
     for kind in ("dense", "experts", "lora", "vision"):
-        rows = []
-        for number in steps.NUMBERS:
+        rows: list[Json] = []
+        for number in sorted(int(path.stem) for path in FOLDER.with_name("rounds").glob("*.json")):
             steps.choose_round(number)
             if steps.ROUND.models:
                 names = (steps.RESULTS / steps.ROUND.name_result(what) for what in ("steps", "predictions"))
@@ -268,8 +268,8 @@ def list_evidence() -> Iterator[tuple[str, list[Json], list[Json]]]:
         yield f"measured models: {kind}", rows, []
     found: dict[str, tuple[list[Json], list[Json]]] = defaultdict(lambda: ([], []))
     for number in NUMBERS:
-        for place, rows in enumerate((compare_all(number), compare_all(number, make_predictions(number)))):
-            for name, row in rows.items():
+        for place, compared in enumerate((compare_all(number), compare_all(number, make_predictions(number)))):
+            for name, row in compared.items():
                 is_recorded = compare_all(number)[name]["is_recorded"]
                 found["recorded types" if is_recorded else "borrowed operators"][place].append(row)
     for title, (before, today) in found.items():
@@ -315,4 +315,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

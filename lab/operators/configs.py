@@ -212,7 +212,7 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
 
     The second value says whether a set is all that there is to record: published, or nothing is.
     """
-    seen = set()
+    seen, layers = set(), set[str]()
     presets = list_presets().get(example.model_type, [])
     flags = [(tiny, preset, True) for preset in presets for tiny in example.configs]
     flags += [(tiny, preset, True) for preset in presets for tiny in list_stand_ins(example, preset)]
@@ -232,7 +232,13 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
         signature = describe(estimator)
         if signature in seen:
             continue
+        kinds = {
+            sign_layer(s, chain, find_switches(estimator)) for s in estimator.stages if s.repeated for chain in s.layers
+        }
+        if preset is not tiny and not presets and kinds <= layers:  # with its class's own dropout all was seen
+            continue
         seen.add(signature)
+        layers |= kinds
         configs = [base]
         for more, factors in enumerate(((2, 1, 3, 10), (8, 4, 5, 14, 2), (2, 2, 2, 6)), 1):
             if len(factors) == 4 or has_groups(base):

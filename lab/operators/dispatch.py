@@ -431,7 +431,7 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
     ) -> Any:
         return _Normalize.apply(tracing, normalized_shape, weight, given)  # type: ignore[no-untyped-call]
 
-    def make_bias(position_bias: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def make_bias(position_bias: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """T5's bias: heads come last in memory. 5.17, which predictions are of, leaves it so; others copy it."""
         made = add_bias(position_bias, *args, **kwargs)
         biases[:] = [made] if position_bias.stride(-1) > 1 else []

@@ -336,6 +336,10 @@ LATER_VAES: dict[str, dict[str, Any]] = {
         "latent_channels": 2, "block_out_channels": [8, 16, 16, 32], "layers_per_block": 1,
         "spatial_compression_ratio": 8, "temporal_compression_ratio": 4,
     },
+    "AutoencoderKLTemporalDecoder": {
+        "latent_channels": 4, "block_out_channels": [32, 64], "layers_per_block": 2,
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+    },
     "AutoencoderKLHunyuanImage": {
         "latent_channels": 4, "block_out_channels": [32, 64, 64], "layers_per_block": 1, "in_channels": 3,
         "out_channels": 3, "spatial_compression_ratio": 4, "sample_size": 32,
@@ -579,7 +583,9 @@ def find_vae_differences(
     channels = 3 if side == "encode" else next(config[key] for key in widths if key in config)
     given = torch.randn(batch, channels, h, w) if name in IMAGES else torch.randn(batch, channels, t, h, w)
     times = [torch.ones(batch)] if config.get("timestep_conditioning") and side == "decode" else []
-    more = {"force_not_quantize": True} if name == "VQModel" and side == "decode" else {}
+    more: dict[str, Any] = {"force_not_quantize": True} if name == "VQModel" and side == "decode" else {}
+    if name == "AutoencoderKLTemporalDecoder":  # frames are images
+        given, more = given.transpose(1, 2).flatten(0, 1), {"num_frames": t} if side == "decode" else {}
 
     def step() -> None:
         with torch.no_grad():

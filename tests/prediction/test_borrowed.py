@@ -61,7 +61,9 @@ def test_every_listed_module_is_the_models_own(model: str, phase: str) -> None:
     check_modules(bind(model), make_workload(1, 64, phase=phase))
 
 
-@pytest.mark.parametrize("name", mark_heavy(BORROWING, ["mamba2", "qwen3_next", "megatron-bert", "longt5", "moonshine"]))
+@pytest.mark.parametrize(
+    "name", mark_heavy(BORROWING, ["mamba2", "qwen3_next", "megatron-bert", "longt5", "moonshine"])
+)
 def test_every_type_without_a_recording_lists_its_own_modules(name: str) -> None:
     """Tiny models of every type, under the workloads and recipes that were traced."""
     truth = load_truth(name)

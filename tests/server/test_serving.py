@@ -178,7 +178,7 @@ def test_time_to_first_token_within_graphs() -> None:
     asked = {**_ASKED, "input_len": 1000}
     found = [flopcalc.serving("llama-3.1-8b", **asked, engine_args=f"--max-cudagraph-capture-size {size}")
              for size in (512, 2048)]  # fmt: skip
-    assert found[1].times["ttft_s"].mid < 0.8 * found[0].times["ttft_s"].mid
+    assert found[1].times["ttft_s"].mid < 0.85 * found[0].times["ttft_s"].mid
 
 
 def test_layout_of_attention_ranks() -> None:

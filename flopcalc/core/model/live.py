@@ -72,8 +72,13 @@ def _find_flat(module: Any) -> Any:
     return getattr(getattr(module, "_handle", None), "flat_param", None)
 
 
+def find_shape(parameter: Any) -> tuple[int, ...]:
+    """The whole shape; DeepSpeed's ZeRO 3 leaves an empty tensor that keeps it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def is_sharded(model: Any) -> bool:
-    """Whether a rank has only a part of its parameters: DTensors, or flat parameters of FullyShardedDataParallel."""
-    return any(type(each).__name__ == "DTensor" for each in model.parameters()) or any(
+    """Whether a rank has only a part of its parameters: DTensors, FullyShardedDataParallel's flat ones, or ZeRO 3's."""
+    return any(type(each).__name__ == "DTensor" or hasattr(each, "ds_shape") for each in model.parameters()) or any(
         _find_flat(each) is not None for each in model.modules()
     )

@@ -11,7 +11,7 @@ from flopcalc.base.number_formats import PLAIN, parse_compute
 from flopcalc.base.vocabulary import Recompute
 from flopcalc.core.formats.formats import LiveFormats
 from flopcalc.core.formats.stored import StoredFormat, load_stored, make_plain
-from flopcalc.core.model.live import WRAPPED, iterate_parameters
+from flopcalc.core.model.live import WRAPPED, find_shape, iterate_parameters
 from flopcalc.core.recipe.recipe import Adapter, Recipe
 
 _SCALES = ("_scale_inv", ".activation_scale")  # parameters of transformers' fp8 modules that are no weights
@@ -43,7 +43,7 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
             own = adapters.setdefault(adapted, {}).setdefault(name, Adapter(0, is_active=is_active))
             if side == "A":
                 adapters[adapted][name] = own._replace(
-                    rank=int(parameter.shape[0]) // experts, a=parameter.requires_grad
+                    rank=int(find_shape(parameter)[0]) // experts, a=parameter.requires_grad
                 )
             elif side == "B":
                 adapters[adapted][name] = own._replace(b=parameter.requires_grad)
@@ -72,8 +72,7 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
 def _count_elements(parameter: Any) -> int:
     """Elements of a parameter; bitsandbytes packs two of them into one, and keeps the true shape separately."""
     state = getattr(parameter, "quant_state", None)
-    shape = getattr(state, "shape", None)
-    return math.prod(shape) if shape is not None else int(parameter.numel())
+    return math.prod(getattr(state, "shape", None) or find_shape(parameter))
 
 
 def read_formats(model: Any, *, are_said: bool = False) -> LiveFormats:
@@ -95,7 +94,7 @@ def read_formats(model: Any, *, are_said: bool = False) -> LiveFormats:
         stored = _find_stored(modules.get(full_name.rpartition(".")[0]), parameter, full_name, are_said)
         found[name] = stored
         if not stored.is_quantized:
-            sizes[stored.name] = sizes.get(stored.name, 0) + int(parameter.numel())
+            sizes[stored.name] = sizes.get(stored.name, 0) + math.prod(find_shape(parameter))
     plain = max(sizes, key=lambda name: sizes[name], default=PLAIN)
     own = make_plain(plain)
     return LiveFormats(plain, {name: stored for name, stored in found.items() if stored != own}, adapter)

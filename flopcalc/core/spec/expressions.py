@@ -32,7 +32,7 @@ class NameScope(Protocol):
 class Budget:
     """What reading one spec under one config may cost: far more than any model needs, and less than a few seconds."""
 
-    MOST: ClassVar[dict[str, int]] = {"ops": 20_000, "stacks": 1000, "list entries": 1_000_000}
+    MOST: ClassVar[dict[str, int]] = {"ops": 20_000, "stacks": 1000, "blocks": 20_000, "list entries": 1_000_000}
 
     def __init__(self) -> None:
         self._spent = dict.fromkeys(self.MOST, 0)

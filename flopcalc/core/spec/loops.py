@@ -39,7 +39,7 @@ def _expand(rows: Any, lists: Lists, scope: _Inner, budget: Budget, found: list[
         times = evaluate(row.get("times", "1"), scope)
         if isinstance(times, bool) or not isinstance(times, int) or times < 0:
             raise SpecError(f"times = {row['times']!r} must be a whole number, not {format_value(times)}")
-        budget.spend("list entries", times)
+        budget.spend("blocks", times)
         for number in range(times):
             inner = _Inner({**scope.values, **({row["for"]: number} if "for" in row else {})}, scope)
             for key, text in row.items():

@@ -254,7 +254,7 @@ class Machine:
         if self.plain is not self:
             return self.plain.time_attention(call)
         error = self._find_error("attention")
-        if call.kernel in ("eager", "math"):
+        if call.kernel == "eager" or call.kernel == "math":
             machine = self._find_other("fp32") if call.kernel == "math" else self
             return KernelTime(machine._time_eager(call), error, self.is_measured)
         tables = self.constants["attention"]

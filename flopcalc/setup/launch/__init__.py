@@ -102,7 +102,9 @@ def _read_parts(path: str, unknown: list[str], *, is_alone: bool) -> list[_Part]
         path if is_line else read_text(path, _SCRIPT_LIMIT, ConfigError) if path.endswith(".sh") else ""
     )
     if is_line and not ("command" in script.program or "name" in script.launcher):
-        raise ConfigError(f"{path[:200]}: neither a file nor a line that starts a training")
+        raise ConfigError(
+            f"{path[:200]}: neither a file nor a line that starts a training; flopcalc serving reads lines of engines"
+        )
     if not (script.program or script.launcher or is_line):
         values = _flatten(read_table(path, "a launch file other than a .sh script", "launch", ConfigError))
         return [_Part(path, values, _detect(values, path))]
@@ -197,16 +199,18 @@ def apply_launch(
     if own is None:
         raise ConfigError(f"{', '.join(found.files)}: no known model in it; name the model yourself")
     if "freeze" in taken:
-        parts, keys = taken.pop("freeze")
-        how = {word: given.get(word) for word in ("spec", "model_type")}
-        groups = {stage.group for stage in bind_config(own, download="download" in given, **how).model.stages}
+        parts, found_in = taken.pop("freeze")
+        bound = bind_config(
+            own, download="download" in given, spec=given.get("spec"), model_type=given.get("model_type")
+        )
+        groups = {stage.group for stage in bound.stages}
         names = tuple(part for part in parts if part in groups)  # a text model has no towers
         lora = taken.get("lora")
         if names and lora is not None:
-            said_by = ", ".join(dict.fromkeys(f"{lora.key}, {keys}".split(", ")))
+            said_by = ", ".join(dict.fromkeys(f"{lora.key}, {found_in}".split(", ")))
             taken["lora"] = Taken({**lora.value, "exclude": names}, said_by)
         elif names:
-            taken["freeze"] = Taken(names, keys)
+            taken["freeze"] = Taken(names, found_in)
     said = set(given) | ({"model"} if model is not None else set())
     overridden = [word for word in taken if word in said or any(word in group and said & group for group in _TOGETHER)]
     kept = {word: each for word, each in taken.items() if word not in overridden}

@@ -54,6 +54,7 @@ def find(name: str) -> str | None:
         ("EleutherAI/pythia-1b-deduped", "pythia-1b"),
         ("Qwen/Qwen3-Embedding-8B", "qwen3-embedding-8b"),
         ("answerdotai/ModernBERT-base", "modernbert-base"),
+        ("google-bert/bert-base-uncased", "bert-base-uncased"),
         # an unknown word, another size, generation or kind, a quantized release
         ("someone/Llama-3.1-8B-Lexi-Uncensored", None),
         ("meta-llama/Llama-Guard-3-8B", None),

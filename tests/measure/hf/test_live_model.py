@@ -11,6 +11,7 @@ from families import load_tiny
 from tiers import mark_heavy
 
 from flopcalc import ConfigError, RecipeError, bind, estimate_flops
+from flopcalc.core.model.live import is_sharded
 from flopcalc.measure.hf.models import apply_recipe, build_model
 from flopcalc.measure.trace.copies import copy_to_meta, count_copy
 
@@ -93,6 +94,20 @@ def test_parameter_of_another_size_is_refused() -> None:
     model.lm_head = torch.nn.Linear(config["n_embd"], config["vocab_size"] - 5, bias=False)
     with pytest.raises(ConfigError, match=r"another size.*lm_head\.weight"):
         estimate_flops(model, seq_len=16)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"lora": {"r": 2, "targets": ["q_proj"]}}], ids=["all", "lora"])
+def test_parameters_that_zero_3_took_away(recipe: dict[str, Any]) -> None:
+    """Between steps DeepSpeed leaves empty tensors that keep their shape as `ds_shape`."""
+    config, _ = load_recipes("llama")
+    model = apply_recipe(build_model(config), recipe)
+    whole = bind(model)(2, 30)
+    for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    found = bind(model)(2, 30)
+    assert (found.forward, found.backward, found.parameters) == (whole.forward, whole.backward, whole.parameters)
+    assert is_sharded(model)
 
 
 # Targets of a second adapter, which adapters are active, whether the second is frozen -> beside one on q_proj.

@@ -10,7 +10,7 @@ from tiers import mark_heavy
 pytest.importorskip("diffusers")
 import torch
 from diffusers import DDPMScheduler
-from diffusion import MORE
+from diffusion import LATER_VAES, MORE
 from PIL import Image
 from test_pipeline_runs import HALF_WAY, PARTLY, Case, count_both
 from transformers import BatchFeature
@@ -102,6 +102,13 @@ for name in ("kandinsky 2.2, hint", "kandinsky 2.2, hint, image"):
     CASES[name].config = {**_SIMPLE["image_hint"], "out_channels": 8}
 for name in ("if, image, large",):
     CASES[name].images = []
+CASES |= {
+    "easyanimate": Case(
+        "EasyAnimatePipeline", "EasyAnimateTransformer3DModel", {"in_channels": 2, "out_channels": 2},
+        "AutoencoderKLMagvit", LATER_VAES["AutoencoderKLMagvit"], "FlowMatchEulerDiscreteScheduler", frames=9,
+        mask="prompt_attention_mask", scale="always",
+    ),
+}  # fmt: skip
 RUNS = [(name, guided) for name in CASES for guided in (True, False) if CASES[name].scale or not guided]
 
 

@@ -12,7 +12,7 @@ from tiers import mark_heavy
 
 pytest.importorskip("diffusers")
 import torch
-from diffusion import MORE, TINY, TINY_TEXT, TINY_VAES, build
+from diffusion import LATER_VAES, MORE, TINY, TINY_TEXT, TINY_VAES, build
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BatchFeature
@@ -65,7 +65,8 @@ class Case:
     ) -> None:  # fmt: skip
         self.name, self.denoiser, self.scheduler, self.options = name, denoiser, scheduler, options or {}
         self.config = {**(TINY[denoiser] if config is None else config), **changes}
-        self.vae, self.vae_config = vae, {**(KL if vae == "AutoencoderKL" else TINY_VAES[vae]), **vae_changes}
+        vaes = {**TINY_VAES, **LATER_VAES, "AutoencoderKL": KL}
+        self.vae, self.vae_config = vae, {**vaes[vae], **vae_changes}
         self.frames, self.text, self.pooled, self.mask, self.scale = frames, text, pooled, mask, scale
         self.size, self.more, self.images, self.video = size, more or {}, images.split(), video
         self.asked, self.sized, self.steps, self.two, self.small = asked or {}, sized, steps, "", ""

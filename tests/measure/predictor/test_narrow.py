@@ -47,8 +47,9 @@ def _has_sdpa(preset: str) -> bool:
 
 
 OTHER_KINDS = {
-    "bart", "bert", "clip", "dinov2", "distilbert", "electra", "modernbert", "mt5", "roberta", "siglip", "t5", "vit",
-    "whisper", "xlm-roberta",
+    "albert", "bart", "beit", "bert", "camembert", "clip", "deit", "dinov2", "dinov3_vit", "distilbert", "electra",
+    "esm", "mbart", "modernbert", "mpnet", "mt5", "pegasus", "roberta", "siglip", "t5", "umt5", "vit", "whisper",
+    "xlm-roberta",
 }  # fmt: skip
 
 
@@ -66,15 +67,19 @@ def test_every_recorded_type_that_can_be_measured_is() -> None:
     assert (recorded & set(presets)) - {*types, *later, *without} == OTHER_KINDS & set(presets)
     denoisers = {"FluxTransformer2DModel", "SD3Transformer2DModel"}  # presets are of their pipelines
     plain = {
+        "biogpt",
         "bloom",
+        "codegen",
         "gemma4_text",
         "gpt_bigcode",
         "gpt_neo",
         "imagegpt-causal",
         "lfm2_moe",
         "ministral",
+        "mpt",
         "openai_privacy_filter",
         "ovis2",
+        "xglm",
     }
     assert recorded - set(presets) - later == plain | denoisers | (OTHER_KINDS - set(presets))
 
