@@ -464,7 +464,7 @@ class Clock:
     def error(self, bound: str, host_share: float = 0.0) -> float:
         """Relative half width: errors of many operators average out in part, those they share do not."""
         floor, widths = self.constants["error"], self.fitted.interval
-        most = widths["unrecorded"] * widths["scaled"]
+        most = widths["scaled"] * widths["untyped" if self.is_recorded else "unrecorded"]
         if not self.machine.is_measured:
             known = "published_kernels_train" if self.phase == "train" else "published_kernels"
             return widths[known if self.machine.has_kernels else "scaled"] if self.is_recorded else most

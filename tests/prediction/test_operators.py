@@ -25,7 +25,8 @@ from flopcalc.prediction.recordings import MissingSizeError, Scope
 RECORDED_KINDS = frozenset(KINDS) - {"wrapper", "optimizer", "fourier"} | {
     "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide",
     "pointwise_strided_across", "copy_strided", "copy_strided_wide", "copy_strided_across", "cast_strided",
-    "cat_one", "cat_strided", "cat_strided_wide", "product_grouped", "attention_masked", "module", "node",
+    "cat_one", "cat_strided", "cat_strided_wide", "product_grouped", "attention_masked", "attention_biased",
+    "attention_plain", "module", "node",
 }  # fmt: skip
 T, D, FF, V, LAYERS = 2 * 100, 4096, 14336, 128256, 32  # Llama 3.1 8B, two rows of a hundred tokens
 X, F = T * D * 2, T * D * 4  # bytes of a hidden state in bf16 and in float32

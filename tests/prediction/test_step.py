@@ -324,7 +324,7 @@ def test_an_unknown_type_is_usual(load: dict[str, Any], phase: str, types: dict[
     assert usual.is_typed
     assert [clock.evidence()["host_measured"] for clock in (found, usual)] == [False, True]
     # Both are less sure.
-    assert found.error("host") == pytest.approx(min(1.5 * usual.error("host"), 2.3 * 0.35))
+    assert found.error("host") == pytest.approx(min(1.5 * usual.error("host"), 1.5 * 0.35))
     assert found.error("device") == pytest.approx(usual.error("device") + 0.05)
 
 
@@ -345,7 +345,7 @@ def test_whether_the_host_was_measured_is_said(model: str, device: str, is_measu
     usual = shipped["error"]["host"] + 0.4  # of another machine
     low, mid, _ = found.step_time_s
     if device == "h200":
-        assert 1 - low / mid == pytest.approx(usual if is_measured else min(1.5 * usual, 2.3 * 0.35))
+        assert 1 - low / mid == pytest.approx(usual if is_measured else min(1.5 * usual, 1.5 * 0.35))
 
 
 @pytest.mark.parametrize("load", [LARGE, PREFILL, DECODE])
