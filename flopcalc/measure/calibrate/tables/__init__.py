@@ -75,7 +75,12 @@ class Bench:
         """A function that runs the forward alone, or alone the backward that gives the gradient of `wanted`."""
         torch = self.torch
         if direction == "forward":
-            return torch.no_grad()(forward)
+
+            def without_graph() -> Any:
+                with torch.no_grad():
+                    return forward()
+
+            return without_graph
         out = forward()
         gradient = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
