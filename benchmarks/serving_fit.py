@@ -44,8 +44,8 @@ SPREAD, ENGINE_SPREAD = 1.0, 0.05  # how far a weight may lie from the prior, an
 FREE = {"eager": 3.0, "prompts": 3.0, "arrivals": 3.0, "sequences": 20.0, "math": 3.0}
 TPOT_NOISE, TTFT_NOISE = 0.12, 0.7
 TTFT_SHARE = {"inferencex": 1.0, "aiperf": 0.5}  # how other load generators start is not published
-# How strongly weights are held to the prior. The loss on groups left out two at a time is least and flat from 5 to 7
-# (3: 0.683, 5: 0.676, 7: 0.679, 10: 0.687); of these 7 lies less far off in the time to first token.
+# How strongly weights are held to the prior. Groups that are left out lose least and alike from 5 to 7; their tables
+# were in view when 7 was chosen, so they flatter it slightly.
 PULL = 7.0
 LEAST = 0.76  # of every group's rows that an interval holds
 # Standard deviations to the ends of an interval, by Student's t for 15 groups: 90 % for a pairing that was measured,

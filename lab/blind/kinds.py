@@ -229,11 +229,11 @@ def compare_all(number: int, predicted: Json | None = None) -> dict[str, Json]:
     }
 
 
-def report(number: int) -> str:
-    """A line per step, then one per kind."""
+def report(number: int, *, is_today: bool = False) -> str:
+    """A line per step, then one per kind: as predicted before it was measured, or as this code predicts it."""
     from flopcalc.base.text_table import format_grid
 
-    rows = compare_all(number)
+    rows = compare_all(number, make_predictions(number) if is_today else None)
     lines = [
         [name, row["kind"], row["bound"], f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['predicted_s']:.1f}",
          f"{100 * row['error']:+.1f} %", "yes" if row["is_inside"] else "no",
@@ -256,11 +256,11 @@ def report(number: int) -> str:
 
 def list_evidence() -> Iterator[tuple[str, list[Json], list[Json]]]:
     """A class of evidence, its steps as predicted before they were measured, and as this code predicts them."""
-    from lab.blind import steps
+    from lab.blind import rounds, steps
 
     for kind in ("dense", "experts", "lora", "vision"):
         rows: list[Json] = []
-        for number in sorted(int(path.stem) for path in FOLDER.with_name("rounds").glob("*.json")):
+        for number in rounds.NUMBERS:
             steps.choose_round(number)
             if steps.ROUND.models:
                 names = (steps.RESULTS / steps.ROUND.name_result(what) for what in ("steps", "predictions"))
@@ -296,6 +296,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--only", action="append", default=[], help="measure this step only; repeatable")
+    parser.add_argument(
+        "--today", action="store_true", help="report: what this code predicts, not what was said before"
+    )
     parser.add_argument("--page", type=Path, help="report, coverage: write the tables between their marks in this page")
     given = parser.parse_args()
     if given.what == "predict":
@@ -303,7 +306,7 @@ def main() -> None:
         _name_result(given.round, "predictions").write_text(f"{text}\n")
     elif given.what in ("report", "coverage"):
         is_report = given.what == "report"
-        shown = report(given.round) if is_report else report_coverage()
+        shown = report(given.round, is_today=given.today) if is_report else report_coverage()
         print(shown)
         if given.page is not None:
             name = f"round {given.round} of kinds" if is_report else "the coverage"

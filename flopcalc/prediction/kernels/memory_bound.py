@@ -19,6 +19,7 @@ STREAMED = frozenset(("pointwise", "copy", "cast_down", "fill", "softmax", "soft
 _LARGE_SUM = 1e6  # bytes; what a smaller sum takes hardly depends on its shape
 _NARROW = 1024  # bytes that are left of a sum over all tokens: the gradient of a norm over heads
 _SMALL_SORT = 2048  # bytes
+MOST_ROWS = 65_536  # with more, torch's kernels for gradients of a norm's weights work in another way
 
 
 def name_shape(kind: str, reads: float, writes: float) -> str:
@@ -36,9 +37,6 @@ def name_shape(kind: str, reads: float, writes: float) -> str:
     if kind == "copy_strided" and writes >= 1.5 * reads:
         return "copy_strided_spread"
     return kind
-
-
-MOST_ROWS = 65_536  # with more, torch's kernels for gradients of a norm's weights work in another way
 
 
 def count_rows(kind: str, reads: float, writes: float) -> float:
