@@ -127,6 +127,7 @@ def fit_host_part(
     # Whole models take a little longer than narrow ones of the same code, of which most steps are.
     paces = fit_paces([step for step in steps if not is_narrow(step.modelled.case["model"])], found)
     found["host"] = scale_host(found["host"], {phase: paces.get(phase, 1.0) for phase in HOST_PHASES})
+    found["host"]["again"] = fit_checkpoints(steps, modelled, found)  # what they take beyond the scaled times
     return found
 
 
