@@ -4,21 +4,27 @@ Runs on a GPU machine: small steps of narrow models of each type, at two depths,
 `flopcalc calibrate --predictor --suite full` does it. `predict_error.py refit` adds what was found to the shipped
 predictor. Only ratios to the probe are used, so another machine than the calibrated one can measure them.
 
-    python benchmarks/host_types.py [--out FILE] [--device cuda] [TYPE …]
+    python benchmarks/host_types.py [--kinds] [--out FILE] [--device cuda] [TYPE …]
+
+`--kinds`: encoders, encoder-decoders, sound, images alone and rarer decoders, whose configs are in data/host_kinds.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 from flopcalc.core.model.config import load_config
-from flopcalc.measure.predictor.fit.cases import ModelledCase, model_cases
+from flopcalc.measure.hf.compare import make_load
+from flopcalc.measure.predictor.fit.cases import ModelledCase, bind_case, model_cases
 from flopcalc.measure.predictor.narrow import MARK, narrow
 from flopcalc.measure.predictor.runs import Runner, make_case, name_case
+from flopcalc.prediction.build_work import make_work
+from lab.blind.kinds import KindsRunner
 
 Json = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -106,6 +112,9 @@ TYPES: dict[str, tuple[str | Json, int, list[list[int]]]] = {
     "arcee": (make_text("arcee", 36, 2560, 18432, 20, 4, 49280), 0, []),
     "apertus": (make_text("apertus", 32, 4096, 21504, 32, 8, 49280), 0, []),
 }  # fmt: skip
+# Model type -> a narrow config, the keys of its depths (a dot goes into a part), its work, what is asked besides, and
+# whether gradients are checkpointed.
+KINDS: dict[str, Json] = json.loads((Path(__file__).parent / "data" / "host_kinds.json").read_text())
 _DEPTHS = (4, 12)
 _STEPS = 10
 # Not taken over: llama was measured before. A narrow tower of internvl takes 7 % less time than its operators suggest,
@@ -116,6 +125,12 @@ _NOT_USED = ("llama", "internvl")
 def get_config(name: str) -> Json:
     """The narrow config of `TYPE-narrow-LAYERS`."""
     kind, _, layers = name.rpartition(MARK)
+    if kind in KINDS:
+        made: Json = copy.deepcopy(KINDS[kind]["config"])
+        for key in KINDS[kind]["depths"]:
+            part, _, last = key.rpartition(".")
+            (made[part] if part else made)[last] = int(layers)
+        return made
     source = TYPES[kind][0]
     return narrow(dict(source if isinstance(source, dict) else load_config(source).config), int(layers))
 
@@ -128,8 +143,18 @@ def list_cases(kinds: list[str]) -> list[Json]:
 
 
 def _list_type(kind: str, layers: int) -> list[Json]:
-    _, seq, grids = TYPES[kind]
     model = f"{kind}{MARK}{layers}"
+    if kind in KINDS:
+        work, asked = {"batch": 1, **KINDS[kind]["work"]}, KINDS[kind].get("asked", {})
+        attention = asked.get("attention_kernel", "sdpa")
+        return [
+            {**make_case(model, phase, 1, work.get("seq", 0), attention=attention, recompute=recompute),
+             "work": {**work, "phase": phase}}
+            for recompute in KINDS[kind].get("recompute", ["none"])
+            for phase in ("train", "forward")
+            if (phase, recompute) != ("forward", "full")
+        ]  # fmt: skip
+    _, seq, grids = TYPES[kind]
     found = [make_case(model, "train", 1, 64), make_case(model, "prefill", 1, 64)]
     if grids:
         found += [make_case(model, "train", 1, seq, grids), make_case(model, "prefill", 1, seq, grids)]
@@ -141,7 +166,17 @@ def read_steps(path: Path) -> list[ModelledCase]:
     measured: Json = json.loads(path.read_text())
     cases = [case for case in measured["cases"] if case["model"].rpartition(MARK)[0] not in _NOT_USED]
     about = measured["provenance"]
-    return model_cases(cases, get_config, about["device_id"], about["transformers"])
+    if not any("work" in case for case in cases):
+        return model_cases(cases, get_config, about["device_id"], about["transformers"])
+    return [model_kind(case, about["device_id"], about["transformers"]) for case in cases]
+
+
+def model_kind(case: Json, device: str, transformers: str) -> ModelledCase:
+    """A step of KINDS and the work that the predictor sees in it."""
+    estimator, load = bind_case(case, get_config(case["model"]), device), make_load(case["work"])
+    kernel = "eager" if case["attention"] == "eager" else ""
+    work = make_work(estimator, load, optimizer=case["optimizer"], kernel=kernel, transformers=transformers)
+    return ModelledCase(case, estimator, load, work)
 
 
 def measure(out: Path, kinds: list[str], device: str) -> None:
@@ -155,12 +190,21 @@ def measure(out: Path, kinds: list[str], device: str) -> None:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     kept: Json = {"provenance": about, "cases": [], "failures": []}
-    runner = Runner(device, get_config)
+    runner: Runner = Runner(device, get_config)
     for case in list_cases(kinds):
         name = name_case(case)
         if any(name.startswith(f"{failed['model']}/") for failed in kept["failures"]):
             continue
         try:
+            if "work" in case:
+                asked = {"attention_kernel": "eager"} if case["attention"] == "eager" else {}
+                asked |= {"recompute": case["recompute"]} if case["recompute"] != "none" else {}
+                runner.drop()
+                probes = runner.probes
+                runner = KindsRunner(
+                    device, {"config": get_config(case["model"]), "work": case["work"], "asked": asked}
+                )
+                runner.probes, runner.is_tried = probes, False
             kept["cases"].append({**runner.measure_host(case, _STEPS), "is_host": True})
             print(f"{time.monotonic() - begun:6.1f} s  {name}", flush=True)
         except Exception as error:
@@ -174,10 +218,12 @@ def measure(out: Path, kinds: list[str], device: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("types", nargs="*", metavar="TYPE", help=f"default: all of {', '.join(TYPES)}")
-    parser.add_argument("--out", type=Path, default=RESULTS / "host_types.json")
+    parser.add_argument("--kinds", action="store_true", help="all types of data/host_kinds.json instead")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    measure(args.out, args.types or list(TYPES), args.device)
+    out = args.out or RESULTS / ("host_kinds.json" if args.kinds else "host_types.json")
+    measure(out, args.types or list(KINDS if args.kinds else TYPES), args.device)
     return 0
 
 

@@ -92,6 +92,7 @@ class KindsRunner(Runner):
     def __init__(self, device: str, step: Json) -> None:
         super().__init__(device, lambda _: dict(step["config"]), work_s=0.6)
         self.step = step
+        self.is_tried = not self.bench.is_gpu  # a try of the script: the same class and recipe, hardly any work
 
     def make_step(self, case: Json) -> Callable[[], Any]:
         from flopcalc.core.model.config import load_config
@@ -103,7 +104,7 @@ class KindsRunner(Runner):
         self.drop()
         config, work = dict(load_config(self.step["config"]).config), self.step["work"]
         example = find_example(config["model_type"])
-        if not self.bench.is_gpu:  # a try of the script: the same class and recipe, hardly any work
+        if self.is_tried:
             config = {**read_config(example.model_type, example.configs[0]), "architectures": config["architectures"]}
             work = {**list_workloads(example, work.get("phase", "train"), "images" in work)[0]} | {
                 name: work[name] for name in ("phase",) if name in work
