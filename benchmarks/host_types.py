@@ -6,7 +6,8 @@ predictor. Only ratios to the probe are used, so another machine than the calibr
 
     python benchmarks/host_types.py [--kinds] [--out FILE] [--device cuda] [TYPE …]
 
-`--kinds`: encoders, encoder-decoders, sound, images alone and rarer decoders, whose configs are in data/host_kinds.json.
+`--kinds`: encoders, encoder-decoders, sound, images alone and rarer decoders, whose configs are in
+data/host_kinds.json.
 """
 
 from __future__ import annotations

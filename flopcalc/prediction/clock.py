@@ -181,6 +181,7 @@ class Clock:
         self.has_quantized = False  # products that read a quantized weight
         self.waiting: Waiting | None = None  # at products of experts, because of the host
         self.is_typed = True  # what the family's code costs the host was measured
+        self.is_tried = True  # and whole steps of such models
         self.long_keys = (0, 0)  # of attention far longer than any measured; the longest that was
         self.found_notes: dict[str, None] = {}
 
@@ -295,6 +296,7 @@ class Clock:
         seen = name_factor("forward", "vision", self.phase)
         asked = (phase, seen) if has_images else (phase,)
         self.is_typed = self.is_typed and all(name in types for name in asked)
+        self.is_tried = self.is_tried and self.is_typed and work.model_type not in host.get("untried", ())
         for each in work.hosted:
             many = each.many * (times if each.way not in ONCE else 1)
             seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
@@ -475,15 +477,14 @@ class Clock:
             mixed = host_share * others["host"] + (1 - host_share) * others["device"]
             wide += max(others[bound], mixed)
         times = 1.0 if self.is_recorded else widths["borrowed"]
-        is_sure = self.is_typed or self.execution != "eager"
         if bound == "device":
             total = sum(piece.seconds for piece in self.pieces)
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
-            wide += 0.0 if is_sure or times > 1 else widths["unmeasured"]
+            wide += 0.0 if self.is_tried or times > 1 or self.execution != "eager" else widths["unmeasured"]
             wide += widths["experts"] if self.has_experts else 0.0
             wide += floor["compiled"] if self.execution != "eager" else 0.0
             wide = max(wide, widths["scaled"]) if self.has_quantized else wide
-        elif not is_sure:
+        elif not (self.is_typed or self.execution != "eager"):
             times = max(times, widths["untyped"])
         return min(wide * times, most)
 

@@ -29,13 +29,14 @@ from typing import Any
 
 from flopcalc.measure.predictor.runs import Runner
 from lab.blind.rounds import put_between
+from lab.blind.steps import FOLLOWS, read_between
 
 Json = dict[str, Any]
 FOLDER = Path(__file__).parent / "kinds"
 NUMBERS = sorted(int(path.stem) for path in FOLDER.glob("*.json"))
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 VERSION = "5.17"  # of transformers on the device
-FACTORS = (0.8, 1.0, 1.25)  # of the host, that predictions are written for
+FACTORS = (0.7, 0.8, 1.0, 1.25)  # of the host, that predictions are written for
 
 
 def load_steps(number: int) -> dict[str, Json]:
@@ -200,8 +201,7 @@ def compare(predicted: Json, runs: list[Json], probe_s: float) -> Json:
     """One step: the middle of its runs beside what was said for this host's pace."""
     seconds = statistics.median(run["seconds"] for run in runs)
     pace = statistics.median(run["probe_s"] for run in runs) / probe_s
-    near = min(FACTORS, key=lambda factor: abs(factor - pace))
-    low, mid, high = predicted["seconds"][str(near)]
+    low, mid, high = read_between(predicted["seconds"], pace**FOLLOWS)
     peak = runs[0].get("peak_memory_bytes")
     return {
         "kind": predicted["kind"], "bound": predicted["bound"], "is_recorded": predicted["is_recorded"],

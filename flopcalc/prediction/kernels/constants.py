@@ -108,6 +108,7 @@ class HostConstants(TypedDict):
     again: _Line
     units: dict[str, FromZero]
     types: dict[str, dict[str, _Pace]]  # model type -> phase -> seconds of a call, factor
+    untried: NotRequired[list[str]]  # those of which only narrow models were timed
 
 
 class OwnHost(TypedDict):

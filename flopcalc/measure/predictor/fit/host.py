@@ -130,12 +130,13 @@ def fit_types(
     """Model type -> phase -> seconds of a call, and the factor of its operators' usual host time.
 
     From small steps of several depths, each followed by the probe. A tower's factor is what steps with images take
-    beyond the same phase without images, so those come first.
+    beyond the same phase without images, so those come first. A type whose every step has images has one factor.
     """
     machine = make_machine(constants)
     fitted: dict[str, dict[str, list[float]]] = {}
     for has_images in (False, True):
         rows: dict[tuple[str, str], list[tuple[tuple[float, float], float]]] = {}
+        alone: set[tuple[str, str]] = set()  # whose steps all have images
         for each, seconds in steps:
             case, model_type = each.case, each.work.model_type
             known = fitted.get(model_type, {})
@@ -144,13 +145,21 @@ def fit_types(
             if has_images and name_phase(case["phase"]) not in known:
                 continue
             name = name_factor("forward", "vision" if has_images else "", case["phase"])
+            if each.load.all_grids and not has_images:
+                alone.add((model_type, name))
             rows.setdefault((model_type, name), []).append(_split_seconds(each, seconds, machine, known, name))
         for (model_type, name), entries in rows.items():
             if has_images:  # what images take besides a tower's layers is recorded, so a tower only has a factor
                 entries = [((0.0, operators), value) for (_, operators), value in entries]
             usual_s = 0.0 if has_images else constants["host"][name_phase(name)][0]
-            fitted.setdefault(model_type, {})[name] = round_digits(solve_call_and_factor(entries, usual_s, pulls))
+            found = round_digits(solve_call_and_factor(entries, usual_s, pulls))
+            fitted.setdefault(model_type, {}).update(_name_factors(name, found, is_alone=(model_type, name) in alone))
     return fitted
+
+
+def _name_factors(name: str, found: list[float], *, is_alone: bool) -> dict[str, list[float]]:
+    """A call's seconds and a factor by their name; the factor also as a tower's, if steps show only both together."""
+    return {name: found} | ({f"vision {name}": [0.0, found[1]]} if is_alone else {})
 
 
 def is_device_slow(each: ModelledCase, machine: Machine) -> bool:
@@ -166,7 +175,8 @@ def _split_seconds(
     host, pause_s = machine.constants["host"], machine.constants["probe_s"][name_mode(each.case["phase"])]
 
     def predict(call_s: float, factor: float) -> float:
-        types = {each.work.model_type: {**known, name: [call_s, factor]}}
+        is_alone = bool(each.load.all_grids) and not each.case["grids"]
+        types = {each.work.model_type: {**known, **_name_factors(name, [call_s, factor], is_alone=is_alone)}}
         return run_clock(each, change_constants(machine, host={**host, "types": types})).step_s(1.0, pause_s)
 
     usual_s = predict(CALL_STEP_S, 1.0)
