@@ -493,6 +493,8 @@ class _Reader:
             try:
                 moved = [scope.evaluate(text) // (calls if is_sum else 1) for text in (reads, writes)]
             except MissingSizeError as error:
+                if scope.lacks_own(str(error)):  # a module that this model does not have
+                    continue
                 self._note(f"{module}{_MISSING} {error}, so its {kind} operators count no bytes")
                 moved = [0, 0]
             way: PassDirection = "forward" if letter == "f" else "backward"

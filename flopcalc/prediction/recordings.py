@@ -65,6 +65,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "embedding_dropout": ("embd_pdrop",),
     "use_parallel_residual": (),
     "partial_rotary_factor": ("rotary_pct",),
+    "position_embedding_type": (),
 }
 OUTSIDE = ("embedding_dropout", "partial_rotary_factor")  # what is outside of layers has these alone
 DISTANCES = {"hidden_act": 4}  # of variants that differ: an activation may be seven operators or one
@@ -248,6 +249,16 @@ class Scope(NamedTuple):
             if full in self.sizes:
                 return self.sizes[full]
         raise MissingSizeError(name)
+
+    def lacks_own(self, name: str) -> bool:
+        """Whether a missing size is of the scope's own module, or of one beside it, and all sizes there are missing."""
+        owner = self.module if name[0] == "." else name.strip("/").rpartition(".")[0]
+        places = [f"{place}." for place in (owner, owner.rpartition(".")[0]) if place]
+        known = [size.removeprefix("/") for size in self.sizes]
+        return any(
+            f"{self.module}.".startswith(place) and not any(size.startswith(place) for size in known)
+            for place in places
+        )
 
 
 @lru_cache(maxsize=8192)
