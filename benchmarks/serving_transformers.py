@@ -2,6 +2,7 @@
 
     python benchmarks/serving_transformers.py --output benchmarks/results/serving_transformers.json
     python benchmarks/serving_transformers.py --device cpu --tiny --output /tmp/tiny.json
+    python benchmarks/serving_transformers.py --predict --output benchmarks/results/serving_transformers_blind.json
 
 Fixed before anything was measured: presets with random weights in bf16, random prompts of one length, greedy decoding
 without an end token, the library's own defaults for the cache and the scheduler. So many requests are in flight, and a
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 Json = dict[str, Any]
-MODELS = ("llama-3.2-1b", "qwen3-8b", "granite-3.1-1b-a400m", "qwen3-1.7b")
+MODELS = ("llama-3.2-1b", "granite-3.1-1b-a400m", "qwen3-1.7b", "qwen3-8b")
 LOADS = (1, 16, 64, 4)
 INPUT, OUTPUT = 1024, 128
 OTHERS = (("llama-3.2-1b", 4096, 128, 4), ("llama-3.2-1b", 256, 512, 16))  # lengths that differ, after all others
@@ -103,7 +104,7 @@ def measure(manager: Any, vocabulary: int, case: Case, deadline: float) -> Json:
     slots = case.concurrency
     asked: dict[str, tuple[int, float]] = {}
     counted: dict[int, tuple[float, float, float]] = {}
-    last = slots * (3 if slots < 16 else 2)  # requests of a slot: the first is not counted
+    last = slots * (2 if slots > 1 else 3)  # requests of a slot: the first is not counted
 
     def send() -> None:
         number = len(asked)
@@ -234,6 +235,72 @@ def stop(manager: Any) -> None:
         print(f"the manager does not stop: {error}", file=sys.stderr)
 
 
+# --- what is expected, written down before anything was measured ------------------------------------------------------
+# Seconds of one unit of each class of work, beside those that are fitted for all engines (model_specs/serving.json).
+EXPECTED = {
+    # The host's time of a decode step of HF's models for each kernel that an engine would launch: flopcalc predict
+    # --phase decode says 151 to 171 us for the three dense models on an H200.
+    "eager": 1.6e-4,
+    "step": 2e-3, "sequences": 3e-5, "prompts": 0.0, "arrivals": 1e-3,  # the loop in Python; no server around it
+}  # fmt: skip
+
+
+def predict(given: argparse.Namespace) -> None:
+    from flopcalc.hardware.devices import find_device
+    from flopcalc.server import schedule
+    from flopcalc.server.fitted import find_weights
+    from flopcalc.server.served import read_model
+    from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel
+    from flopcalc.server.traffic import Lengths, Traffic, make_requests
+    from flopcalc.setup.counting import bind_setup
+    from flopcalc.setup.setup import make_setup
+
+    schedule.READ = 1 << 14  # all that wait in the queue are taken at once
+    layout, device = Deployment(), find_device("h200")
+    fitted = dict(zip(CLASSES, find_weights("", "transformers", "", device.id).values, strict=True))
+    values = [{**fitted, **EXPECTED}[name] for name in CLASSES]
+
+    class MaskedCosts(StepCosts):
+        """Without flash attention: calls from the host, one masked attention over all sequences, copies of the keys."""
+
+        def run(self, prompt: Any, decodes: int, keys: float) -> Any:
+            tokens, before = sum(size for size, _ in prompt), sum(done for _, done in prompt)
+            own = sum(self.pair * (size * (done + size / 2)) for size, done in prompt)
+            queries = tokens + decodes
+            return super().run(prompt, decodes, keys) - own + self.pair * (queries * (queries + before + keys))
+
+        def decode(self, decodes: int, keys: float, steps: int) -> Any:
+            middle = keys + decodes * (steps - 1) / 2
+            return super().decode(decodes, keys, steps) + (self.eager + self.pair * (decodes * middle)) * steps
+
+    rows: list[Json] = []
+    for attention in ("sdpa", "flash_attention_2"):
+        for case in list_cases(False):
+            model = read_model(bind_setup(make_setup("serving", case.model, {"weights": "bf16"}), "model"))
+            step = StepModel(model, layout, Rates(device, 1))
+            is_masked = attention == "sdpa"
+            costs = (MaskedCosts if is_masked else StepCosts)(
+                step, lambda amounts: sum(map(float.__mul__, values, map(float, amounts))), 8192 + 2048
+            )
+            if is_masked:  # gathered, repeated for each query head, read: one read becomes so many reads and writes
+                repeats = model.query_heads / max(layers.kv_heads for layers in model.cached)
+                costs.key *= 3 + 2 * repeats
+            lengths = Lengths(case.input_len, case.input_len), Lengths(case.output_len, case.output_len)
+            requests, slots, shares = make_requests(Traffic(*lengths, case.concurrency, None, (), None), layout)
+            policy = schedule.Policy(8192, 1024, 1e9)
+            served = schedule.simulate(costs, policy, requests, slots).requests
+            total = sum(shares)
+            ttft = sum(each.ttft * share for each, share in zip(served, shares, strict=True)) / total
+            e2e = sum(each.e2e * share for each, share in zip(served, shares, strict=True)) / total
+            rows.append({**case._asdict(), "attention": attention, "ttft_s": ttft, "e2e_s": e2e,
+                         "tpot_s": (e2e - ttft) / (case.output_len - 1)})  # fmt: skip
+    about = {"made_by": "python benchmarks/serving_transformers.py --predict",
+             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": "h200-sxm", "expected": EXPECTED}  # fmt: skip
+    given.output.write_text(json.dumps({"provenance": about, "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        print(*row.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
@@ -242,7 +309,10 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=255.0, help="no case starts after so many seconds")
     parser.add_argument("--case-s", type=float, default=25.0, help="seconds after which a case counts fewer requests")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script without a GPU")
-    run(parser.parse_args())
+    parser.add_argument("--predict", action="store_true", help="write what is expected instead of measuring")
+    given = parser.parse_args()
+    (predict if given.predict else run)(given)
+    sys.stdout.flush()
     os._exit(0)  # a thread of a manager that hangs must not keep the process
 
 
