@@ -27,7 +27,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flopcalc.measure.predictor.runs import Runner
+from flopcalc.measure.hf.compare import make_load
+from flopcalc.measure.predictor.fit.cases import ModelledCase, bind_case
+from flopcalc.measure.predictor.runs import Runner, make_case
+from flopcalc.prediction.build_work import make_work
 from lab.blind.rounds import put_between
 from lab.blind.steps import FOLLOWS, read_between
 
@@ -194,6 +197,19 @@ def measure(number: int, out: Path, names: list[str], device: str, budget_s: flo
         runner.drop()
         print(f"{time.monotonic() - start:6.1f} s  {name}  {said}", flush=True)
         out.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def read_compiled() -> Iterator[ModelledCase]:
+    """The compiled steps of all rounds, and the work that the predictor sees in them."""
+    for number in NUMBERS:
+        steps = load_steps(number)
+        for case in json.loads(_name_result(number, "steps").read_text())["cases"]:
+            step = steps[case["model"]]
+            if step.get("asked", {}).get("execution") == "compiled":
+                work = step["work"]
+                full = {**make_case(case["model"], "train", work["batch"], work["seq"], compiled=True), **case}
+                estimator, load = bind_case(full, step["config"], "h200-sxm"), make_load(work)
+                yield ModelledCase(full, estimator, load, make_work(estimator, load, transformers=VERSION))
 
 
 # --- report -----------------------------------------------------------------------------------------------------------

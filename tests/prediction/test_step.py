@@ -1089,7 +1089,7 @@ def test_plans_are_for_training_alone(phase: str, advice: str) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_compiled_steps_rest_on_is_said(compiled: bool) -> None:
     found = predict("llama-3.2-1b", device="h200", compiled=compiled, memory=False, advise=False, **LARGE)
-    assert ("compiled times are based on two measured models" in found.notes) == compiled
+    assert ("compiled times are based on six measured models" in found.notes) == compiled
 
 
 def test_compiled_steps_keep_what_fused_kernels_do_and_a_tenth_more() -> None:
