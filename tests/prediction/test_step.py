@@ -332,7 +332,7 @@ def test_an_unknown_type_is_usual(load: dict[str, Any], phase: str, types: dict[
     ("model", "device", "is_measured"),
     [
         ("llama-3.2-1b", "h200", True),
-        ("gemma-2-2b", "h200", False),  # recorded, without constants of its own
+        ("internvl3-8b", "h200", False),  # recorded, without constants of its own
         ("llama-3.2-1b", "h100-sxm", False),
     ],
 )
@@ -1046,6 +1046,17 @@ def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("load", mark_heavy([{"seq_len": 2048, "batch_size": 2}, PREFILL, DECODE], [PREFILL]))
+def test_clipping_reads_gradients_twice_and_writes_them_once() -> None:
+    estimator = bind("gpt2-medium", convention="hardware", device="h200")
+    load, parameters = make_workload(1, 512), 354_823_168
+    plain, clipped = (make_work(estimator, load, clips=clips) for clips in (False, True))
+    (added,) = set(clipped.moved) - set(plain.moved)
+    assert (added.reads, added.writes, added.tensors) == (4 * parameters, 2 * parameters, 292)
+    assert len(clipped.hosted) == len(plain.hosted) + 1
+    found = predict("gpt2", device="h200", seq_len=512, advise=False, memory=False, clip_gradients=True)
+    assert "the time of clipping of gradients was not measured: it is that of AdamW for as many bytes" in found.notes
+
+
 @pytest.mark.parametrize(("model", "kind"), [("gemma-2-2b", "gemma2"), ("gpt-oss-20b", "gpt_oss")])
 def test_a_type_without_sdpa_runs_eager(model: str, kind: str, load: dict[str, Any]) -> None:
     """Time, HFU and memory alike, from Python and of an estimate; a fused kernel is not advised."""
