@@ -213,7 +213,7 @@ def _add_optimizer(
             MemoryCall("optimizer", "optimizer", "optimizer", "clipping of gradients", *sizes, tensors=tensors)
         )
     if not is_fused:
-        ways: list[PassDirection] = ["cleared", *["optimizer"] * (2 if clips else 1)]
+        ways = ("cleared", "optimizer", *["optimizer"] * clips)
         hosted += [HostCall("optimizer", "optimizer", way, optimizer, tensors) for way in ways]
 
 

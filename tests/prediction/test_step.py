@@ -1045,7 +1045,6 @@ def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.Monkey
     assert own == {**expected, "origin": "own", "path": str(tmp_path / "predictors" / "h200-sxm.json")}
 
 
-@pytest.mark.parametrize("load", mark_heavy([{"seq_len": 2048, "batch_size": 2}, PREFILL, DECODE], [PREFILL]))
 def test_clipping_reads_gradients_twice_and_writes_them_once() -> None:
     estimator = bind("gpt2-medium", convention="hardware", device="h200")
     load, parameters = make_workload(1, 512), 354_823_168
@@ -1057,6 +1056,7 @@ def test_clipping_reads_gradients_twice_and_writes_them_once() -> None:
     assert "the time of clipping of gradients was not measured: it is that of AdamW for as many bytes" in found.notes
 
 
+@pytest.mark.parametrize("load", mark_heavy([{"seq_len": 2048, "batch_size": 2}, PREFILL, DECODE], [PREFILL]))
 @pytest.mark.parametrize(("model", "kind"), [("gemma-2-2b", "gemma2"), ("gpt-oss-20b", "gpt_oss")])
 def test_a_type_without_sdpa_runs_eager(model: str, kind: str, load: dict[str, Any]) -> None:
     """Time, HFU and memory alike, from Python and of an estimate; a fused kernel is not advised."""
