@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flopcalc.base.vocabulary import CallKernel
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.predictor.fit.cases import ModelledCase, bind_case, model_cases
@@ -175,7 +176,7 @@ def read_steps(path: Path) -> list[ModelledCase]:
 def model_kind(case: Json, device: str, transformers: str) -> ModelledCase:
     """A step of KINDS and the work that the predictor sees in it."""
     estimator, load = bind_case(case, get_config(case["model"]), device), make_load(case["work"])
-    kernel = "eager" if case["attention"] == "eager" else ""
+    kernel: CallKernel = "eager" if case["attention"] == "eager" else ""
     work = make_work(estimator, load, optimizer=case["optimizer"], kernel=kernel, transformers=transformers)
     return ModelledCase(case, estimator, load, work)
 

@@ -255,7 +255,7 @@ def refit(profiles: Path, out: Path) -> None:
     from flopcalc.measure.predictor.fit.predictor import save_predictor
     from flopcalc.prediction.kernels.constants import load_shipped
     from flopcalc.prediction.kernels.machine import MEASURED_ON
-    from lab.blind import steps
+    from lab.blind import kinds, steps
 
     constants = load_shipped(MEASURED_ON)
     assert constants is not None
@@ -263,7 +263,8 @@ def refit(profiles: Path, out: Path) -> None:
     calls, elsewhere = single_calls.read_calls(), steps.read_steps()
     path = find_table(MEASURED_ON, "gemm")
     gemm = load_table(path).records() if path else []
-    found = fit_again(constants, _read(profiles)["cases"], runs.get_config, others, calls, elsewhere, gemm)
+    compiled = list(kinds.read_compiled())
+    found = fit_again(constants, _read(profiles)["cases"], runs.get_config, others, calls, elsewhere, gemm, compiled)
     plain = [kind for kind, entry in host_types.KINDS.items() if "none" in entry.get("recompute", ["none"])]
     save_predictor(str(out), {**found, "host": {**found["host"], "untried": plain}})
 

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from flopcalc.hardware.tiles import find_tiles
 from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
-from flopcalc.measure.predictor.fit.clock import fit_gap, fit_gaps_and_power, fit_slowdown, scale_to_full_clock
+from flopcalc.measure.predictor.fit.clock import (
+    fit_compiled,
+    fit_gap,
+    fit_gaps_and_power,
+    fit_slowdown,
+    scale_to_full_clock,
+)
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.predictor import fit_host_part
@@ -26,13 +32,14 @@ def fit_again(
     more_calls: Sequence[Json] = (),
     elsewhere: Sequence[ModelledCase] = (),
     gemm_table: Sequence[Json] = (),
+    compiled: Sequence[ModelledCase] = (),
 ) -> Constants:
     """Constants of a predictor fitted anew: plain products', the optimizer's, the host's, the clock's, and attention's
     in waves.
 
     Its other kernels stay. `others` are small steps of more model types, perhaps of another machine, `more_calls`
     single calls of kernels that the records do not show, and `elsewhere` steps of other machines of the same device,
-    which give the time between kernels better than one machine does.
+    which give the time between kernels better than one machine does; `compiled` are more compiled steps.
     """
     records = list(records)
     device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
@@ -52,6 +59,8 @@ def fit_again(
     changed = fit_host_part(changed, records, configs, modelled, others)
     gaps, power = fit_gaps_and_power(modelled, changed)
     changed = {**changed, "gaps": gaps, "power": power}
+    if compiled:
+        changed = {**changed, "compiled": fit_compiled([*modelled, *compiled], changed)}
     gap_s = fit_gap(elsewhere, changed)
     return changed if gap_s is None else {**changed, "gaps": {**gaps, "train": gap_s}}
 

@@ -62,12 +62,14 @@ def make_work(
     kernel: CallKernel = "",
     execution: Execution = "eager",
     transformers: str = USUAL,
+    clips: bool = False,
 ) -> Work:
     """The work of one step, per micro-batch `load`.
 
     Products and attention come from the op list; everything else from the operators recorded of the model's family or,
     where `execution` is fused, from what fused kernels move. `kernel` is eager (attention as plain products and a
-    softmax) or a fused kernel; without, the device picks. `transformers` is the version whose code runs.
+    softmax) or a fused kernel; without, the device picks. `transformers` is the version whose code runs; `clips`: what
+    `torch.nn.utils.clip_grad_norm_` does before an optimizer's step.
     """
     rows = estimator.rows(load, "hardware")
     is_fused = execution == "fused"
@@ -104,7 +106,7 @@ def make_work(
             "attention goes over windows one by one here, in many small calls of the host: expect 30 % either way"
         )
     stored = 4 if estimator.formats.narrows_weights else dtype_bytes  # bytes of a weight
-    _add_optimizer(rows, load, optimizer, stored, moved, hosted, is_fused)
+    _add_optimizer(rows, load, optimizer, stored, moved, hosted, is_fused, clips)
     return Work(
         tuple(maker.products),
         tuple(maker.attention),
@@ -189,6 +191,7 @@ def _add_optimizer(
     moved: list[MemoryCall],
     hosted: list[HostCall],
     is_fused: bool,
+    clips: bool,
 ) -> None:
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
@@ -204,8 +207,14 @@ def _add_optimizer(
     unseen = _count_unseen(stepped, tied, load) / trained
     sizes = (read * trained, written * trained)
     moved.append(MemoryCall("optimizer", "optimizer", "optimizer", optimizer, *sizes, tensors=tensors, unseen=unseen))
+    if clips:  # reads every gradient for its norm, then scales it
+        sizes = (2 * dtype_bytes * trained, dtype_bytes * trained)
+        moved.append(
+            MemoryCall("optimizer", "optimizer", "optimizer", "clipping of gradients", *sizes, tensors=tensors)
+        )
     if not is_fused:
-        hosted += [HostCall("optimizer", "optimizer", way, optimizer, tensors) for way in ("cleared", "optimizer")]
+        ways = ("cleared", "optimizer", *["optimizer"] * clips)
+        hosted += [HostCall("optimizer", "optimizer", way, optimizer, tensors) for way in ways]
 
 
 def _count_unseen(stepped: list[tuple[Block, Row]], tied: set[str | None], load: Workload) -> float:

@@ -54,7 +54,7 @@ CHECKED = (
 _FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds that a compiler joins to others
 # What a step's times rest on where it is not eager code that was measured.
 _RESTS = {
-    "compiled": "compiled times are based on two measured models",
+    "compiled": "compiled times are based on six measured models",
     "graphs": "graphs is based on decoding with two measured models: compiled kernels without per-operator host time; "
     "no training step was measured this way",
     "fused": "fused was not measured on one GPU: products and attention use measured times, other fused kernels a "
@@ -277,7 +277,8 @@ class Clock:
             if kind == "memory" and isinstance(each, ProductCall):  # a cast: memory bounds it
                 moved = timed.seconds * self.machine.bandwidth
             place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
-            launches = calls * (self.constants["compiled"]["moved"] if self.is_joined and is_joined else 1.0)
+            kept = self.fitted.graph_moved if self.execution == "graphs" else self.constants["compiled"]["moved"]
+            launches = calls * (kept if self.is_joined and is_joined else 1.0)
             seconds = timed.seconds * launches
             error = seconds * timed.error
             self.pieces.append(

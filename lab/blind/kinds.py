@@ -21,13 +21,17 @@ import contextlib
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flopcalc.measure.predictor.runs import Runner
+from flopcalc.measure.hf.compare import make_load
+from flopcalc.measure.predictor.fit.cases import ModelledCase, bind_case
+from flopcalc.measure.predictor.runs import Runner, make_case
+from flopcalc.prediction.build_work import make_work
 from lab.blind.rounds import put_between
 from lab.blind.steps import FOLLOWS, read_between
 
@@ -127,26 +131,77 @@ class KindsRunner(Runner):
         self.model.train(trains)
         made = make_inputs(example, self.model.config, work, estimator)
         inputs = {name: each.to(device, dtype if each.is_floating_point() else None) for name, each in made.items()}
-        inner = make_pass(self.model, called, example, inputs, estimator.has_decoder, trains)
+        cast = torch.float16 if asked.get("autocast") == "fp16" else torch.bfloat16
+        scaler = torch.amp.GradScaler(device) if cast == torch.float16 else None  # type: ignore[attr-defined]
+        scale = scaler.scale if scaler is not None else lambda loss: loss
+        inner = make_pass(self.model, called, example, inputs, estimator.has_decoder, trains, scale)
         if trains:
             self._set_optimizer("adamw")
         optimizer, micro = self.optimizer, asked.get("grad_accum", 1)
-        cast = asked.get("autocast", False)
 
         def run() -> None:
             if trains:
                 optimizer.zero_grad(set_to_none=True)
             for _ in range(micro):
-                with torch.autocast(device, torch.bfloat16) if cast else contextlib.nullcontext():
+                with torch.autocast(device, cast) if asked.get("autocast", False) else contextlib.nullcontext():
                     inner()
-            if trains:
+            if scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            elif trains:
                 optimizer.step()
 
+        if not self.step.get("trainer"):
+            return run
+        self.drop_optimizer()
+        labels = inputs["decoder_input_ids" if estimator.has_decoder else "input_ids"].clone()
+        self.sample = {name: each.cpu() for name, each in {**inputs, "labels": labels}.items()}
         return run
+
+    def drop_optimizer(self) -> None:
+        """HF's Trainer makes its own."""
+        self.optimizer, self.optimizer_name = None, ""
+        self._free()
+
+    def measure(self, case: Json, *, profiled: bool = False) -> Json:
+        """A step's times; of HF's Trainer, between the ends of its steps in one run of thirty."""
+        if not self.step.get("trainer"):
+            return super().measure(case, profiled=profiled)
+        from transformers import Trainer, TrainerCallback, TrainingArguments
+
+        self.make_step(case)
+        torch, asked, steps = self.bench.torch, self.step.get("asked", {}), 30
+        batch = len(next(iter(self.sample.values())))
+        ends: list[float] = []
+        probe = self._get_probe(case)
+        probed = [probe() for _ in range(6)][1:]
+
+        class Watch(TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                if len(ends) in (9, steps - 1):
+                    torch.cuda.synchronize() if torch.cuda.is_available() else None
+                ends.append(time.perf_counter())
+
+        samples = [{name: each[at] for name, each in self.sample.items()} for at in range(batch)] * steps
+        if self.bench.is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        with tempfile.TemporaryDirectory() as folder:
+            given = TrainingArguments(
+                folder, per_device_train_batch_size=batch, max_steps=steps, bf16=asked.get("autocast", False),
+                gradient_checkpointing=asked.get("recompute") == "full", optim="adamw_torch_fused", save_strategy="no",
+                report_to=[], logging_steps=500, disable_tqdm=True, use_cpu=not self.bench.is_gpu,
+            )  # fmt: skip
+            trainer = Trainer(model=self.model, args=given, train_dataset=samples, callbacks=[Watch()])
+            trainer.train()
+        probed += [probe() for _ in range(6)]
+        record = {**case, "seconds": (ends[-1] - ends[9]) / (steps - 10), "probe_s": statistics.median(probed)}
+        if self.bench.is_gpu:
+            record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        return record
 
 
 def make_pass(
-    model: Any, called: Any, example: Any, inputs: Json, has_decoder: bool, trains: bool
+    model: Any, called: Any, example: Any, inputs: Json, has_decoder: bool, trains: bool, scale: Callable[[Any], Any]
 ) -> Callable[[], Any]:
     """Forward and backward on the model's own loss, or on the sum of what it returns; or forward alone."""
     import torch
@@ -164,11 +219,11 @@ def make_pass(
         return forward
     if example.loss == "labels":
         labels = inputs["decoder_input_ids" if has_decoder else "input_ids"].clone()
-        return lambda: called(**inputs, labels=labels, **extra).loss.backward()
+        return lambda: scale(called(**inputs, labels=labels, **extra).loss).backward()
 
     def train() -> None:
         out = called(**inputs, **extra)
-        sum(pick(out, name).float().sum() for name in example.loss.split()).backward()
+        scale(sum(pick(out, name).float().sum() for name in example.loss.split())).backward()
 
     return train
 
@@ -194,6 +249,19 @@ def measure(number: int, out: Path, names: list[str], device: str, budget_s: flo
         runner.drop()
         print(f"{time.monotonic() - start:6.1f} s  {name}  {said}", flush=True)
         out.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def read_compiled() -> Iterator[ModelledCase]:
+    """The compiled steps of all rounds, and the work that the predictor sees in them."""
+    for number in NUMBERS:
+        steps = load_steps(number)
+        for case in json.loads(_name_result(number, "steps").read_text())["cases"]:
+            step = steps[case["model"]]
+            if step.get("asked", {}).get("execution") == "compiled":
+                work = step["work"]
+                full = {**make_case(case["model"], "train", work["batch"], work["seq"], compiled=True), **case}
+                estimator, load = bind_case(full, step["config"], "h200-sxm"), make_load(work)
+                yield ModelledCase(full, estimator, load, make_work(estimator, load, transformers=VERSION))
 
 
 # --- report -----------------------------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def test_an_unknown_type_is_usual(load: dict[str, Any], phase: str, types: dict[
     ("model", "device", "is_measured"),
     [
         ("llama-3.2-1b", "h200", True),
-        ("gemma-2-2b", "h200", False),  # recorded, without constants of its own
+        ("internvl3-8b", "h200", False),  # recorded, without constants of its own
         ("llama-3.2-1b", "h100-sxm", False),
     ],
 )
@@ -1045,6 +1045,17 @@ def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.Monkey
     assert own == {**expected, "origin": "own", "path": str(tmp_path / "predictors" / "h200-sxm.json")}
 
 
+def test_clipping_reads_gradients_twice_and_writes_them_once() -> None:
+    estimator = bind("gpt2-medium", convention="hardware", device="h200")
+    load, parameters = make_workload(1, 512), 354_823_168
+    plain, clipped = (make_work(estimator, load, clips=clips) for clips in (False, True))
+    (added,) = set(clipped.moved) - set(plain.moved)
+    assert (added.reads, added.writes, added.tensors) == (4 * parameters, 2 * parameters, 292)
+    assert len(clipped.hosted) == len(plain.hosted) + 1
+    found = predict("gpt2", device="h200", seq_len=512, advise=False, memory=False, clip_gradients=True)
+    assert "the time of clipping of gradients was not measured: it is that of AdamW for as many bytes" in found.notes
+
+
 @pytest.mark.parametrize("load", mark_heavy([{"seq_len": 2048, "batch_size": 2}, PREFILL, DECODE], [PREFILL]))
 @pytest.mark.parametrize(("model", "kind"), [("gemma-2-2b", "gemma2"), ("gpt-oss-20b", "gpt_oss")])
 def test_a_type_without_sdpa_runs_eager(model: str, kind: str, load: dict[str, Any]) -> None:
@@ -1089,7 +1100,7 @@ def test_plans_are_for_training_alone(phase: str, advice: str) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_compiled_steps_rest_on_is_said(compiled: bool) -> None:
     found = predict("llama-3.2-1b", device="h200", compiled=compiled, memory=False, advise=False, **LARGE)
-    assert ("compiled times are based on two measured models" in found.notes) == compiled
+    assert ("compiled times are based on six measured models" in found.notes) == compiled
 
 
 def test_compiled_steps_keep_what_fused_kernels_do_and_a_tenth_more() -> None:

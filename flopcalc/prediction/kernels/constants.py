@@ -282,7 +282,7 @@ def scale_host(host: HostConstants, paces: Mapping[HostPhase, float]) -> HostCon
     phases: dict[str, HostPhase] = {"vision train": "train", "vision forward": "forward"}
     phases |= {"train": "train", "forward": "forward", "decode": "decode"}
     return {
-        "units": host["units"],
+        **host,
         "types": {
             kind: {name: [*scale([seconds], phases[name]), factor] for name, (seconds, factor) in table.items()}
             for kind, table in host["types"].items()

@@ -32,6 +32,7 @@ class DeviceDefaults(NamedTuple):
     kernel_error: Mapping[str, float]
     adapter_power: float
     graph_gap_s: float
+    graph_moved: float
     wake_operators: float
     generate_slower: float
     new_length_s: float

@@ -104,7 +104,7 @@ class LaunchSettings:
     def finish(self) -> dict[str, Taken]:
         """flopcalc's options."""
         said = self._said
-        plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp", "zero")
+        plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp", "zero", "clip_gradients")
         found = {word: said[word] for word in plain if word in said}
         if "global_batch" in said:
             found.pop("grad_accum", None)  # which it decides
@@ -243,7 +243,7 @@ def _read(word: str, value: object, key: str) -> Any:
         return True if value == "auto" else value if isinstance(value, bool) else None
     if word in ("dp", "dp_shard", "lora.rank", "zero"):
         return check_size(value, key, -1)
-    if word == "objective.kl":
+    if word in ("objective.kl", "clip_gradients"):
         return value != 0 if isinstance(value, (bool, int, float)) else None
     if word == "optimizer.offload":
         return value in (True, "cpu", "nvme")

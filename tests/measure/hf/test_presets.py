@@ -27,7 +27,7 @@ def make_workload(estimator: Any) -> dict[str, Any]:
     decoder = {"decoder_seq_len": 55} if estimator.has_decoder else {}
     if decoder and estimator.audio is not None:
         return {"batch_size": 2, "audio": [30, 30], **decoder}
-    return {"batch_size": 2, "seq_len": 77 if decoder else 777, **decoder}
+    return {"batch_size": 2, "seq_len": min(77 if decoder else 777, estimator.model.position_limit or 777), **decoder}
 
 
 @pytest.mark.parametrize("name", mark_heavy(PRESETS, LIGHT))
