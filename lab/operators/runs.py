@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -130,6 +131,8 @@ def trace(model: Any, example: Example, estimator: Estimator, phase: str, worklo
         with Autocast() if is_cast else nullcontext():
             return model(**inputs, **extra)
 
+    if hasattr(sys.modules[type(model).__module__], "compile_compatible_method_lru_cache"):
+        no_grad(run_model)()  # such code keeps what it made for a size: every step but the first finds it
     if phase in ("forward", "prefill"):
         return trace_operators(model, no_grad(run_model))
     if example.loss == "labels":
