@@ -212,7 +212,8 @@ class _Reader:
             SavedTensor(module, group, size, count, is_again)
             for (module, group, size, is_again), count in self.saved.items()
         )
-        return Operators(rows, saved, tuple(self.notes), self.stand_in is None, self._has_dropout())
+        is_recorded = self.stand_in is None and _UNCAST not in self.notes
+        return Operators(rows, saved, tuple(self.notes), is_recorded, self._has_dropout())
 
     def _has_dropout(self) -> bool:
         name, own = find_language(self.estimator.source.config)
