@@ -11,7 +11,8 @@ from flopcalc.base.errors import ConfigError, FlopcalcError, format_value
 from flopcalc.base.number_formats import parse_compute
 from flopcalc.base.units import check_size, is_digits
 from flopcalc.core.estimate.objective import KEYS as OBJECTIVE_KEYS
-from flopcalc.core.recipe.recipe import REGEX
+from flopcalc.core.recipe.recipe import PARAMETER, REGEX
+from flopcalc.setup.megatron import map_arguments
 
 # Names of optimizers without underscores -> flopcalc's; transformers, bitsandbytes, torchao, torch and DeepSpeed.
 _OPTIMIZERS = {
@@ -23,13 +24,20 @@ _OPTIMIZERS = {
     "lion": ("lion", "lionpytorch"),
     "sgd": ("sgd",),
 }  # fmt: skip
-_SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "lora.r", "nodes",
-          "objective.completion", "objective.prompt", "objective.group")  # fmt: skip
-_FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16", "tf32", "fp8", "lora.all_linear",
+_SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "ep", "virtual",
+          "lora.r", "nodes", "objective.completion", "objective.prompt", "objective.group")  # fmt: skip
+_FLAGS = ("reentrant", "no_checkpointing", "kernel.eager", "kernel.flash", "use_peft", "bits.4", "bits.8", "fp16",
+          "tf32", "fp8", "lora.all_linear",
           "freeze.vision", "freeze.projector", "freeze.language", "objective.score",
           "objective.precomputed")  # fmt: skip
 _ADAPTERS = {"lora": True, "qlora": True, "longlora": True, "full": False, "none": False, "": False}
 _CHECKPOINTING = {"none": False, "full": True, "unsloth": True, "offload": True, "offload_disk": True}
+_KERNELS = {
+    "eager": "eager", "disabled": "eager", "flash_attention_2": "flash", "flash_attention_3": "flash",
+    "flash_attention_4": "flash", "flash_attn": "flash", "fa2": "flash", "fa3": "flash", "sdpa": "auto",
+}  # fmt: skip
+# What FSDP shards -> the stage of ZeRO; numbers are those of accelerate.
+_SHARDED = {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3, "hybrid_shard": 3, "true": 3, "1": 3, "2": 2, "3": 0}
 _PARTS = {"vision": ("vision", "audio")}  # what frameworks mean by a vision tower
 _REGEX_SIGNS = "*^$(|\\["
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
@@ -59,7 +67,9 @@ class LaunchSettings:
 
     def take(self, word: str, value: object, key: str) -> bool:
         """Note a setting; whether its value is understood."""
-        if value is None or (value == "auto" and word not in ("bf16", "dtype")):
+        if value in (None, []) or (word == "fsdp" and not value):
+            return True
+        if value == "auto" and (word not in ("bf16", "dtype") or key.endswith(".enabled")):  # DeepSpeed: as HF says
             return True  # the framework's own choice
         if word == "global_batch" and value == -1:
             return True  # torchtitan: what the micro-batches make
@@ -91,7 +101,15 @@ class LaunchSettings:
             self._said[word] = Taken(_read(word, value, ""), f"{self._framework}'s default")
 
     def finish_file(self, flavours: Mapping[str, str]) -> list[str]:
-        """Turn torchtitan's model and flavour into a preset; what is not understood of the file as a whole."""
+        """Turn torchtitan's flavour into a preset, Megatron's sizes into a config; what is not understood of them."""
+        shape = {word[6:]: self._said.pop(word) for word in [*self._said] if word.startswith("shape.")}
+        if {"num_layers", "hidden_size", "num_attention_heads"} <= shape.keys():
+            if not {"vocab_size", "padded_vocab_size"} & shape.keys():
+                return [f"{shape['num_layers'].key} …: the model's vocabulary is not said; name the model yourself"]
+            fields = {word: each.value for word, each in shape.items()}
+            fields["tensor_model_parallel_size"] = self._said["tp"].value if "tp" in self._said else 1
+            keys = ", ".join(each.key for each in shape.values())
+            self._said.setdefault("model", Taken(map_arguments(fields), keys))
         name, flavour = self._said.pop("titan.name", None), self._said.pop("titan.flavor", None)
         if name is None or flavour is None:
             return []
@@ -104,12 +122,17 @@ class LaunchSettings:
     def finish(self) -> dict[str, Taken]:
         """flopcalc's options."""
         said = self._said
-        plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp", "zero")
+        plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp", "ep", "virtual", "zero")
         found = {word: said[word] for word in plain if word in said}
+        if "fsdp" in said:
+            found.setdefault("zero", said["fsdp"])
         if "global_batch" in said:
             found.pop("grad_accum", None)  # which it decides
         found |= self._make_batch() | self._make_recompute() | self._make_lora() | self._make_formats()
         found |= self._make_objective(found) | self._make_optimizer()
+        for word, kernel in (("kernel", ""), ("kernel.eager", "eager"), ("kernel.flash", "flash")):
+            if word in said and said[word].value:
+                found["attention_kernel"] = Taken(kernel or said[word].value, said[word].key)
         frozen = {word[7:]: each.key for word, each in said.items() if word.startswith("freeze.") and each.value}
         if "lora" in found:  # it freezes everything else anyway; some frameworks also leave out its adapters there
             is_all = found["lora"].value["targets"] == ("all-linear",)
@@ -162,6 +185,10 @@ class LaunchSettings:
         targets = said.get("lora.targets")
         if "lora.all_linear" in said and said["lora.all_linear"].value:
             targets = Taken(("all-linear",), said["lora.all_linear"].key)
+        if (bare := said.get("lora.parameters")) is not None:
+            named = targets if targets is not None else Taken((), bare.key)
+            names = tuple(f"{PARAMETER}{name}" for name in bare.value)
+            targets = Taken(named.value + names, ", ".join(dict.fromkeys([named.key, bare.key])))
         if targets is None:
             raise ConfigError(f"{self._file}: {asked.key} asks for LoRA, but no key says its target modules")
         more = {word: said[f"lora.{word}"] for word in ("r", "save", "dtype") if f"lora.{word}" in said}
@@ -233,16 +260,29 @@ class LaunchSettings:
 
 def _read(word: str, value: object, key: str) -> Any:
     """A setting's checked value; None where it is not understood."""
+    if word.startswith("shape."):
+        return value
     if word in ("gpus", "nodes") and isinstance(value, str) and not is_digits(value):
         return None  # torchrun: gpu, 1:4
+    if word in _SIZES and value is True:
+        return None  # a line's variable that is not known
+    if word == "fsdp":
+        return next((stage for name, stage in _SHARDED.items() if name in str(value).lower()), None)
+    if word == "zero":  # Megatron's distributed optimizer is on or off; ms-swift: zero3_offload
+        stage = str(int(value) if isinstance(value, bool) else value).removeprefix("zero")[:1]
+        return int(stage) if stage in ("0", "1", "2", "3") else None
+    if word == "fp8" and value in ("hybrid", "e4m3"):
+        return True
     if word in _SIZES:
         return check_size(int(value) if is_digits(value) else value, key)
     if word in _FLAGS:
         return value if isinstance(value, bool) else None
     if word == "bf16":
         return True if value == "auto" else value if isinstance(value, bool) else None
-    if word in ("dp", "dp_shard", "lora.rank", "zero"):
+    if word in ("dp", "dp_shard", "lora.rank"):
         return check_size(value, key, -1)
+    if word == "kernel":
+        return _KERNELS.get(str(value))
     if word == "objective.kl":
         return value != 0 if isinstance(value, (bool, int, float)) else None
     if word == "optimizer.offload":
@@ -260,7 +300,7 @@ def _read(word: str, value: object, key: str) -> Any:
         return value if isinstance(value, bool) or value == "selective" else _CHECKPOINTING.get(str(value).lower())
     if word == "bits":
         return value if value in (4, 8) and not isinstance(value, bool) else None
-    if word in ("lora.targets", "lora.save"):
+    if word in ("lora.targets", "lora.save", "lora.parameters"):
         return _read_names(word, value)
     if word == "converters":
         return _read_converters(value)
