@@ -3,7 +3,7 @@
     python benchmarks/versions.py run FILE [NAME ...]     counts, and writes what was equal into FILE (JSON); with names
                                                           these checks alone, and FILE keeps what it has of others
     python benchmarks/versions.py page PAGE FILE ...      writes the table of several such files into a page
-    python benchmarks/versions.py bare                    lets the torch that is installed here run without CUDA's libraries
+    python benchmarks/versions.py bare                    lets the installed torch run without CUDA's libraries
 
 `scripts/matrix` makes fresh environments and runs both. Truth is the operator counter of flopcalc.measure on a step
 that HF's model really runs. A type that the release lacks, or cannot run, is skipped and counted as skipped.

@@ -214,8 +214,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         [],
     ),
     "params.yaml": (
-        TRL.replace("openai-community/gpt2", "Qwen/Qwen3-30B-A3B").replace("lora_target_modules: c_attn", "lora_target_modules: []\nlora_target_parameters: [experts.down_proj]")
-        + "attn_implementation: eager\npacking: true\npadding_free: false\nactivation_offloading: true\n", "TRL",
+        TRL.replace("openai-community/gpt2", "Qwen/Qwen3-30B-A3B").replace("modules: c_attn", "modules: []")
+        + "lora_target_parameters: [experts.down_proj]\nattn_implementation: eager\npacking: true\n"
+        "padding_free: false\nactivation_offloading: true\n", "TRL",
         {"model": "qwen3-30b-a3b", "seq_len": 512, "batch_size": 4, "compute": "bf16", "recompute": "full",
          "lora": {"r": 16, "targets": ("param:experts.down_proj",)}, "attention_kernel": "eager"},
         ["packing: a row counts as one text of the full length; lengths gives those of the texts in it",
