@@ -15,20 +15,23 @@ _UNMAPPED = ("hybrid_override_pattern", "hybrid_layer_pattern", "mtp_num_layers"
 # Defaults of arguments in megatron/training/arguments.py that differ from those of the fields.
 _DEFAULTS = {
     "make_vocab_size_divisible_by": 128, "moe_router_topk": 2, "q_lora_rank": None, "kv_lora_rank": 32,
-    "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "should_pad_vocab": True,
+    "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 
 
-def map_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def map_arguments(given: Mapping[str, Any], tensor_parallel: int = 1) -> dict[str, Any]:
     """The HF config of pretrain_gpt.py's arguments, by their names with underscores."""
-    fields = {**_DEFAULTS, **given, "share_embeddings_and_output_weights": not given.get("untied")}
-    if "padded_vocab_size" in fields:
-        fields |= {"vocab_size": fields["padded_vocab_size"], "should_pad_vocab": False}
-    if not fields.get("group_query_attention"):
-        fields.pop("num_query_groups", None)
-    if fields.get("gated_linear_unit"):
-        fields.setdefault("ffn_hidden_size", fields["hidden_size"] * 8 // 3 // 64 * 64)
-    fields.setdefault("ffn_hidden_size", 4 * fields["hidden_size"])
+    hidden, padded = given["hidden_size"], given.get("padded_vocab_size")
+    fields = {
+        **_DEFAULTS,
+        "ffn_hidden_size": hidden * 8 // 3 // 64 * 64 if given.get("gated_linear_unit") else 4 * hidden,
+        **given,
+        "share_embeddings_and_output_weights": not given.get("untied"),
+        "tensor_model_parallel_size": tensor_parallel,
+        "num_query_groups": given.get("num_query_groups") if given.get("group_query_attention") else None,
+        "vocab_size": padded or given.get("vocab_size"),
+        "should_pad_vocab": not padded,
+    }
     if isinstance(pattern := fields.get("moe_layer_freq"), str):  # ([0]*3+[1]*58)
         pieces = re.findall(r"\[([01, ]+)\](?:\*(\d+))?", pattern)
         fields["moe_layer_freq"] = [int(n) for each, times in pieces for n in each.split(",") * int(times or 1)]

@@ -214,9 +214,9 @@ def apply_launch(
         del taken["optimizer"]  # on many GPUs frameworks keep float32 weights and states beside: a plan's default
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
-        why = f" (not understood: {', '.join(unknown)})" if unknown else ""
         raise ConfigError(
-            f"{', '.join(dict.fromkeys(found.files))}: no known model in it; name the model yourself{why}"
+            f"{', '.join(dict.fromkeys(found.files))}: no known model in it; name the model yourself"
+            + (f" (not understood: {', '.join(unknown)})" if unknown else "")
         )
     if "freeze" in taken:
         parts, found_in = taken.pop("freeze")
