@@ -198,19 +198,33 @@ def write_page(page: str, files: list[str]) -> None:
 
 
 def leave_out_cuda() -> None:
-    """Takes CUDA's packages from what torch requires, and puts an empty library in the place of each one it loads."""
+    """Takes CUDA's packages from what torch requires; libraries with its functions' names alone are in their place."""
     found = importlib.metadata.distribution("torch")
     folder = Path(str(found.locate_file("torch"))) / "lib"
     metadata = Path(str(found.locate_file(f"torch-{found.version}.dist-info"))) / "METADATA"
     kept = [line for line in metadata.read_text().splitlines(True) if not re.match(CUDA_PACKAGE, line)]
     metadata.write_text("".join(kept))
     missing: set[str] = set()
+    asked: set[str] = set()  # names, with @ and the library's version if it has one
+    defined: set[str] = set()
     for file in folder.glob("*.so*"):
-        listed = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=True).stdout
-        missing |= set(re.findall(r"(\S+) => not found", listed))
-    for name in missing:
-        command = ["gcc", "-shared", "-x", "c", "/dev/null", f"-Wl,-soname,{name}", "-o", str(folder / name)]
-        subprocess.run(command, check=True)
+        missing |= set(re.findall(r"(\S+) => not found", tell("ldd", str(file))))
+        symbols = tell("nm", "-D", str(file))
+        asked |= set(re.findall(r"^ +U (\S+)$", symbols, re.MULTILINE))
+        defined |= set(re.findall(r"^\w+ \w ([^@\s]+)", symbols, re.MULTILINE))
+    plain = {name for name in asked if "@" not in name and not name.startswith(("Py", "_Py"))} - defined
+    for i, library in enumerate(sorted(missing)):
+        names = {name.partition("@")[0] for name in asked if name.partition("@")[2] == library}
+        names |= set() if i else plain
+        path = folder / library
+        path.with_suffix(".c").write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)))
+        path.with_suffix(".map").write_text(f"{library} {{ global: *; }};\n")
+        options = [f"-Wl,-soname,{library}", f"-Wl,--version-script={path.with_suffix('.map')}"]
+        tell("gcc", "-w", "-fno-builtin", "-shared", "-fPIC", str(path.with_suffix(".c")), *options, "-o", str(path))
+
+
+def tell(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
