@@ -3,6 +3,7 @@
     python benchmarks/versions.py run FILE [NAME ...]     counts, and writes what was equal into FILE (JSON); with names
                                                           these checks alone, and FILE keeps what it has of others
     python benchmarks/versions.py page PAGE FILE ...      writes the table of several such files into a page
+    python benchmarks/versions.py bare                    lets the installed torch run without CUDA's libraries
 
 `scripts/matrix` makes fresh environments and runs both. Truth is the operator counter of flopcalc.measure on a step
 that HF's model really runs. A type that the release lacks, or cannot run, is skipped and counted as skipped.
@@ -10,8 +11,11 @@ that HF's model really runs. A type that the release lacks, or cannot run, is sk
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
+import re
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -26,6 +30,7 @@ TYPES = (
     "deepseek_v2", "deepseek_v3", "granitemoe", "dbrx", "jetmoe", "phimoe", "qwen2_vl", "qwen2_5_vl", "llava",
     "llava_next", "internvl", "paligemma", "idefics3", "mllama", "dinov2", "vit", "clip",
 )  # fmt: skip
+CUDA_PACKAGE = r"Requires-Dist: (nvidia|triton|cuda)-?"
 TINY: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False,
@@ -192,8 +197,40 @@ def write_page(page: str, files: list[str]) -> None:
     Path(page).write_text("\n".join([before + START, "", *rows, "", END + after]))
 
 
+def leave_out_cuda() -> None:
+    """Takes CUDA's packages from what torch requires; libraries with its functions' names alone are in their place."""
+    found = importlib.metadata.distribution("torch")
+    folder = Path(str(found.locate_file("torch"))) / "lib"
+    metadata = Path(str(found.locate_file(f"torch-{found.version}.dist-info"))) / "METADATA"
+    kept = [line for line in metadata.read_text().splitlines(True) if not re.match(CUDA_PACKAGE, line)]
+    metadata.write_text("".join(kept))
+    missing: set[str] = set()
+    asked: set[str] = set()  # names, with @ and the library's version if it has one
+    defined: set[str] = set()
+    for file in folder.glob("*.so*"):
+        missing |= set(re.findall(r"(\S+) => not found", tell("ldd", str(file))))
+        symbols = tell("nm", "-D", str(file))
+        asked |= set(re.findall(r"^ +U (\S+)$", symbols, re.MULTILINE))
+        defined |= set(re.findall(r"^\w+ \w ([^@\s]+)", symbols, re.MULTILINE))
+    plain = {name for name in asked if "@" not in name and not name.startswith(("Py", "_Py"))} - defined
+    for i, library in enumerate(sorted(missing)):
+        names = {name.partition("@")[0] for name in asked if name.partition("@")[2] == library}
+        names |= set() if i else plain
+        path = folder / library
+        path.with_suffix(".c").write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)))
+        path.with_suffix(".map").write_text(f"{library} {{ global: *; }};\n")
+        options = [f"-Wl,-soname,{library}", f"-Wl,--version-script={path.with_suffix('.map')}"]
+        tell("gcc", "-w", "-fno-builtin", "-shared", "-fPIC", str(path.with_suffix(".c")), *options, "-o", str(path))
+
+
+def tell(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "page":
+    if sys.argv[1] == "bare":
+        leave_out_cuda()
+    elif sys.argv[1] == "page":
         write_page(sys.argv[2], sys.argv[3:])
     else:
         sys.exit(run(sys.argv[2], sys.argv[3:]))

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flopcalc.base.errors import ConfigError, RecipeError
+from flopcalc.base.errors import RecipeError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.recipe.recipe import Lora
 from flopcalc.integrations.counting import StepCounter, bind_options, replace_attributes
-from flopcalc.integrations.native import Decoder, Experts, Mla, make_config
+from flopcalc.setup.megatron import map_config
 
-# megatron-bridge 0.3: megatron/bridge/training/utils/flop_utils.py, called in training/train.py once for each step;
-# fields of megatron-core's TransformerConfig and MLATransformerConfig, and of models/gpt_provider.py.
-_UNMAPPED = ("hybrid_override_pattern", "hybrid_layer_pattern", "mtp_num_layers", "window_size", "moe_latent_size")
+# megatron-bridge 0.3: megatron/bridge/training/utils/flop_utils.py, called in training/train.py once for each step.
 # LoRA's targets in Megatron's words -> modules of the HF model.
 _TARGETS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -21,62 +19,6 @@ _TARGETS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-
-
-def map_config(model: Any) -> dict[str, Any]:
-    """The HF config with the same products as a Megatron model provider, or another TransformerConfig."""
-    name = type(model).__name__
-    if getattr(model, "is_hybrid_model", False):
-        raise ConfigError(f"{name} is a hybrid model, which is not mapped; give model=")
-    for field in _UNMAPPED:
-        if getattr(model, field, None):
-            raise ConfigError(f"{name}: {field}={getattr(model, field)!r} is not mapped; give model=")
-    if getattr(model, "vision_config", None) is not None:
-        raise ConfigError(f"{name} has a vision tower, which is not mapped; give model=")
-    heads = model.num_attention_heads
-    mla = None
-    if getattr(model, "multi_latent_attention", False):
-        mla = Mla(model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim)
-    decoder = Decoder(
-        hidden=model.hidden_size,
-        layers=model.num_layers,
-        heads=heads,
-        kv_heads=getattr(model, "num_query_groups", None) or heads,
-        head_dim=getattr(model, "kv_channels", None) or model.hidden_size // heads,
-        vocab=_pad_vocabulary(model),
-        size=getattr(model, "ffn_hidden_size", None) or 4 * model.hidden_size,
-        is_gated=bool(getattr(model, "gated_linear_unit", False)),
-        experts=_read_experts(model),
-        mla=mla,
-        is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)),
-    )
-    return make_config(decoder, name)
-
-
-def _read_experts(model: Any) -> Experts | None:
-    count = getattr(model, "num_moe_experts", None)
-    if not count:
-        return None
-    frequency = getattr(model, "moe_layer_freq", 1)
-    pattern = [int(i % frequency == 0) for i in range(model.num_layers)] if isinstance(frequency, int) else frequency
-    if len(pattern) != model.num_layers:
-        raise ConfigError(f"moe_layer_freq has {len(pattern)} entries for {model.num_layers} layers")
-    return Experts(
-        count,
-        getattr(model, "moe_router_topk", None) or 1,
-        getattr(model, "moe_ffn_hidden_size", None) or model.ffn_hidden_size,
-        [index for index, is_sparse in enumerate(pattern) if is_sparse],
-        getattr(model, "moe_shared_expert_intermediate_size", None) or 0,
-        bool(getattr(model, "moe_shared_expert_gate", False)),
-    )
-
-
-def _pad_vocabulary(model: Any) -> int:
-    """The head's width: Megatron pads it to a multiple of that many rows for each tensor-parallel rank."""
-    multiple = getattr(model, "make_vocab_size_divisible_by", 1) * getattr(model, "tensor_model_parallel_size", 1)
-    if getattr(model, "should_pad_vocab", True):
-        return -(-int(model.vocab_size) // multiple) * multiple
-    return int(model.vocab_size)
 
 
 def _map_lora(peft: Any) -> Lora | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flopcalc.base.errors import ConfigError
 from flopcalc.integrations.counting import bind_options, replace_attributes
-from flopcalc.integrations.native import Decoder, Experts, Mla, make_config
+from flopcalc.setup.native import Decoder, Experts, Mla, make_config
 
 # torchtitan 0.3: trainer.py calls model_config.get_nparams_and_flops(model, seq_len) once; the configs are those of
 # models/common (decoder.py, attention.py, feed_forward.py, moe.py) and models/deepseek_v3/model.py.

@@ -7,7 +7,7 @@ from typing import Any
 
 from flopcalc.base.errors import RecipeError
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.recipe.recipe import Lora
+from flopcalc.core.recipe.recipe import PARAMETER, Lora
 from flopcalc.integrations.counting import StepCounter, bind_options, replace_attributes
 
 # VeOmni 0.1: veomni/utils/count_flops.py, veomni/lora/config.py, veomni/trainer/vlm_trainer.py (freeze_vit)
@@ -65,7 +65,7 @@ def _map_lora(lora_config: Any) -> Lora:
     modules = lora_config.target_modules
     if isinstance(modules, str):
         raise RecipeError(f"LoRA with a pattern as target_modules ({modules!r}) is not counted")
-    targets = (*(modules or ()), *(lora_config.target_parameters or ()))
+    targets = (*(modules or ()), *(f"{PARAMETER}{name}" for name in lora_config.target_parameters or ()))
     return Lora(lora_config.r, targets, tuple(lora_config.modules_to_save or ()))
 
 

@@ -149,6 +149,9 @@ def _read_meshes(inner: Any, is_told: bool, say: Say) -> tuple[int, int]:
         if mesh is None:
             continue
         names = getattr(mesh, "mesh_dim_names", None) or [f"number {i}" for i in range(mesh.ndim)]
+        root = getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)()  # FSDP's axis may hide a context axis in it
+        axes = zip(getattr(root, "mesh_dim_names", None) or (), root.shape, strict=False)
+        sizes["cp"] = max([sizes["cp"], *(int(size) for name, size in axes if _name_axis(str(name).lower()) == "cp")])
         is_sharded = [not (each.is_replicate() or each.is_partial()) for each in parameter.placements]
         own = is_sharded.index(True) + 1 if id(parameter) in managed and True in is_sharded else 0
         for i, (name, axis_size) in enumerate(zip(names, mesh.shape, strict=True)):

@@ -415,28 +415,63 @@ def test_tensor_parallel(tmp_path: Path, axes: tuple[str, ...] | None, sizes: tu
     check_machine(found[0].metrics, batches * count(16), batches * ROWS * 16, world)
 
 
-def train_context_parallel(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
-    """Each rank holds half of every sequence; torch's ring attention does not run on the CPU, so each attends alone."""
+def attend_to_all(query: Any, key: Any, value: Any, **options: Any) -> Any:  # noqa: ARG001
+    """Stands in for torch's ring attention, which has no kernel for the CPU: own queries, every rank's keys."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    def gather(part: Any) -> Any:
+        return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    scores = query.to_local() @ gather(key).transpose(-1, -2)
+    return DTensor.from_local(scores.softmax(-1) @ gather(value), query.device_mesh, query.placements)
+
+
+def drop_mask(module: Any, given: Any, named: dict[str, Any]) -> Any:  # noqa: ARG001
+    """As accelerate does: positions of a chunk are in torch's order, which HF takes for several texts."""
+    return given, {**named, "attention_mask": None}
+
+
+def train_context_parallel(talk: Talk, store: Any, folder: str, kind: str) -> Outcome:  # noqa: ARG001
+    """torch's own context parallelism cuts the batch and replaces the attention."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.parallel import DistributedDataParallel
 
-    chunk = slice(16 * dist.get_rank(), 16 * (dist.get_rank() + 1))
-    ids = make_batch(32, 0)["input_ids"][:, chunk]
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(32)[None, chunk]}
+    attend_to_all.__name__ = "scaled_dot_product_attention"
+    torch.nn.functional.scaled_dot_product_attention = attend_to_all
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_shard", "cp"))
+    whole = make_batch(32, 0)["input_ids"]
 
     def make() -> tuple[Any, Callable[[], Any]]:
-        model = DistributedDataParallel(build())
-        return model, lambda: run_model(model, batch)
+        model = build({**CONFIG, "num_key_value_heads": 4})
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(drop_mask, with_kwargs=True)
+        if kind == "fsdp2":  # as torchtitan and accelerate do: over both axes, as one of a name of their own
+            fully_shard(model, mesh=mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
+        else:
+            model = DistributedDataParallel(model)
 
-    return train_twice(folder, settings(context_parallel=2), make)
+        def run() -> Any:
+            ids, labels, positions = whole.clone(), whole.clone(), torch.arange(32)[None]
+            buffers = [ids, labels, positions]
+            with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+                assert tuple(ids.shape) == (ROWS, 16)
+                return run_model(model, {"input_ids": ids, "labels": labels, "position_ids": positions})
+
+        return model, run
+
+    return train_twice(folder, settings(**({} if kind == "fsdp2" else {"context_parallel": 2})), make)
 
 
 @pytest.mark.heavy
-def test_context_parallel(tmp_path: Path) -> None:
-    with run_ranks(2, train_context_parallel, str(tmp_path)) as ranks:
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_context_parallel(tmp_path: Path, kind: str) -> None:
+    with run_ranks(2, train_context_parallel, str(tmp_path), kind) as ranks:
         found = hear_all(ranks)
-    check_machine(found[0].metrics, count(32), ROWS * 32, 2)
+    check_machine(found[0].metrics, count(32, config={**CONFIG, "num_key_value_heads": 4}), ROWS * 32, 2)
 
 
 def train_pipeline(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001

@@ -113,6 +113,45 @@ num_processes: 8
 mixed_precision: bf16
 fsdp_config: {fsdp_activation_checkpointing: true}
 """
+DEEPSPEED = json.dumps({
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto",
+})  # fmt: skip
+MEGATRON = r"""
+#!/bin/bash
+export GPUS_PER_NODE=4
+NNODES=${SLURM_NNODES:-"2"}
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NNODES
+)
+MODEL_ARGS="
+    --num-layers 4 \
+    --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --kv-channels 16 \
+    --group-query-attention --num-query-groups 2 \
+    --seq-length 128 --vocab-size 1000 --make-vocab-size-divisible-by 64 --swiglu \
+    --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 \
+    --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 48 --moe-layer-freq ([0]*1+[1]*3) \
+    --moe-shared-expert-intermediate-size 96 --untie-embeddings-and-output-weights
+"
+TRAINING_ARGS=(
+    --micro-batch-size 2   # on each GPU
+    --global-batch-size 32
+#   --bf16
+    "--fp8-format hybrid"
+    --use-distributed-optimizer --optimizer adam
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --tensor-model-parallel-size 2 --expert-model-parallel-size 2
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py $MODEL_ARGS ${TRAINING_ARGS[@]} --mock-data
+"""
+MEGATRON_MODEL = {
+    "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024, "tie_word_embeddings": False,
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 ARGUMENTS = json.dumps({
     "output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "fp16": True,
     "gradient_checkpointing": False, "odd": 1, "max_length": 100,
@@ -173,6 +212,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         {"model": "gpt2", "seq_len": 512, "batch_size": 4, "compute": "bf16", "recompute": "full",
          "lora": {"r": 16, "targets": ("c_attn",)}},
         [],
+    ),
+    "params.yaml": (
+        TRL.replace("openai-community/gpt2", "Qwen/Qwen3-30B-A3B").replace("modules: c_attn", "modules: []")
+        + "lora_target_parameters: [experts.down_proj]\nattn_implementation: eager\npacking: true\n"
+        "padding_free: false\nactivation_offloading: true\n", "TRL",
+        {"model": "qwen3-30b-a3b", "seq_len": 512, "batch_size": 4, "compute": "bf16", "recompute": "full",
+         "lora": {"r": 16, "targets": ("param:experts.down_proj",)}, "attention_kernel": "eager"},
+        ["packing: a row counts as one text of the full length; lengths gives those of the texts in it",
+         "activation_offloading: what lies on the host is counted on the GPU"],
     ),
     "args.json": (
         ARGUMENTS, "HF TrainingArguments",
@@ -385,7 +433,7 @@ def test_the_pixel_limit_needs_an_image(tmp_path: Path) -> None:
 
 def test_every_framework_has_its_table() -> None:
     folder = Path(__file__).parents[2] / "flopcalc" / "setup" / "launch"
-    assert {path.stem for path in folder.glob("*.toml")} == set(FRAMEWORKS)
+    assert {path.stem for path in folder.glob("*.toml")} == {*FRAMEWORKS, "noted"}
 
 
 BASE = "per_device_train_batch_size: 1\nmax_length: 8\nmodel_name_or_path: gpt2\n"
@@ -409,6 +457,7 @@ OPTIMIZED: list[tuple[str, str, str, str | None]] = [
     ("titan.toml", TITAN + "[optimizer]\nname = 'AdamW'\n", "predict", "adamw"),
     ("ds.json", json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}), "plan",
      "adamw-master"),
+    ("m.sh", MEGATRON, "plan", "adamw-master"),
     ("ds.json", json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}), "plan",
      "adamw-offload"),
 ]  # fmt: skip
@@ -443,6 +492,7 @@ def test_deepspeed_says_the_stage_of_a_plan(tmp_path: Path) -> None:
 
 TRAIN = "--model_name_or_path gpt2 --per_device_train_batch_size 4 --max_length 64 --output_dir x"
 ARGUED = {"model": "gpt2", "seq": 64, "batch": 4, "grad_accum": 1}
+SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
 LINES: list[tuple[str, tuple[str, ...], dict[str, Any], list[str]]] = [
     # line, frameworks, what is taken, what is not understood
     (f"accelerate launch --num_processes 8 --mixed_precision bf16 train.py {TRAIN}",
@@ -452,7 +502,7 @@ LINES: list[tuple[str, tuple[str, ...], dict[str, Any], list[str]]] = [
     (f"python -m torch.distributed.run --nproc_per_node gpu train.py {TRAIN} --bf16",
      ("HF TrainingArguments", "torchrun"), {**ARGUED, "compute": "bf16"}, ["nproc_per_node: 'gpu'"]),
     (f"deepspeed --num_gpus=4 train.py --deepspeed ds.json {TRAIN}",
-     ("HF TrainingArguments", "deepspeed"), {**ARGUED, "gpus": 4}, []),
+     ("HF TrainingArguments", "deepspeed"), {**ARGUED, "gpus": 4}, ["ds.json: not read"]),
     ("torchrun --nproc_per_node 8 train.py --width 3", ("torchrun",), {"gpus": 8}, ["width"]),
     ("accelerate launch --num_processes 2 sft.py --config sft.yaml --max_length 32",
      ("TRL", "accelerate"), {"model": "gpt2", "seq": 32, "gpus": 2, "batch": 1}, []),
@@ -462,7 +512,33 @@ LINES: list[tuple[str, tuple[str, ...], dict[str, Any], list[str]]] = [
      ("ms-swift", "environment"), {"gpus": 8, "objective": "dpo", "seq": 64}, []),
     ("llamafactory-cli train no-such.yaml --model_name_or_path gpt2 --stage sft",
      ("LLaMA-Factory",), {"model": "gpt2", "seq": 2048}, ["no-such.yaml: not read"]),
+    (f"deepspeed --num_gpus 4 train.py --deepspeed ds3.json {TRAIN}",
+     ("HF TrainingArguments", "deepspeed", "DeepSpeed"), {**ARGUED, "gpus": 4, "zero": 3, "optimizer": "adamw-offload"},
+     ["zero_optimization.offload_param.device: what lies on the host is counted on the GPU"]),
+    ("accelerate launch --use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP --fsdp_activation_checkpointing true "
+     f"--num_processes 2 train.py {TRAIN}",
+     ("HF TrainingArguments", "accelerate"), {**ARGUED, "gpus": 2, "zero": 2, "recompute": "full"}, []),
+    ("NPROC_PER_NODE=8 megatron sft --model gpt2 --max_length 64 --tensor_model_parallel_size 2 --micro_batch_size 3",
+     ("ms-swift with Megatron", "environment"), {"model": "gpt2", "gpus": 8, "seq": 64, "tp": 2, "batch": 3}, []),
+    (f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-size 50257 --bf16 --expert-model-parallel-size 2",
+     ("Megatron-LM", "torchrun"), {"gpus": 8, "seq": 128, "batch": 2, "ep": 2, "compute": "bf16"}, []),
+    (f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-file v.json --rampup-batch-size 16 16 99",
+     ("Megatron-LM", "torchrun"), {"gpus": 8},
+     ["rampup-batch-size", "num-layers …: the model's vocabulary is not said; name the model yourself"]),
 ]  # fmt: skip
+
+
+def test_a_megatron_script_describes_its_model(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.sh", MEGATRON)
+    found = read_launch(path)
+    taken = {"tp": 2, "ep": 2, "gpus": 8, "zero": 1, "recompute": "full", "compute": "fp8", "global_batch": 32}
+    assert {word: found.taken[word].value for word in taken} == taken
+    assert found.not_understood == ()
+    same = estimate_flops(MEGATRON_MODEL, seq_len=128, batch_size=2, global_batch=32, gpus=8, tp=2, recompute="full")
+    assert estimate_flops(launch=path).total == same.total
+    for more, message in (("--mtp-num-layers 1", "these arguments of Megatron: mtp_num_layers=1 is not mapped"),):
+        with pytest.raises(ConfigError, match=message):
+            read_launch(write(tmp_path, "other.sh", MEGATRON.replace("--mock-data", more)))
 
 
 @pytest.mark.parametrize(("line", "frameworks", "taken", "unknown"), LINES)
@@ -473,6 +549,7 @@ def test_a_line_is_read_as_its_file_would_be(
     write(tmp_path, "sft.yaml", BASE)
     write(tmp_path, "axolotl.yml", "base_model: gpt2\nsequence_len: 16\n")
     write(tmp_path, "acc.yaml", ACCELERATE)
+    write(tmp_path, "ds3.json", DEEPSPEED)
     monkeypatch.chdir(tmp_path)
     for launch in (line, write(tmp_path, "run.sh", line.replace(" --", " \\\n  --"))):
         found = read_launch(launch)

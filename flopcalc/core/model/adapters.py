@@ -37,6 +37,8 @@ def read_adapter(config: dict[str, Any], where: str) -> AdapterConfig:
         )
     rank = check_size(config.get("r"), f"{where}: r")
     targets, save = config.get("target_modules"), config.get("modules_to_save")
+    if isinstance(bare := config.get("target_parameters"), list) and isinstance(targets or [], list):
+        targets = [*(targets or ()), *(f"param:{name}" for name in bare)]
     is_list = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
     saved = [str(name) for name in save if name not in _TRAINED.get(task, ())] if isinstance(save, list) else []
     if targets == "all-linear" or is_list:

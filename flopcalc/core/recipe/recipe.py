@@ -15,14 +15,15 @@ from flopcalc.base.vocabulary import CLIPPING, RECOMPUTE, Clipping, Recompute, c
 
 _LORA_KEYS = ("r", "targets", "save", "dtype", "exclude")
 REGEX = "re:"  # before a target that is a regular expression for whole names, as PEFT takes a single text
+PARAMETER = "param:"  # before a target that names a bare parameter, which is in PEFT's target_parameters
 
 
 @frozen()
 class Lora(Value):
     """PEFT's LoRA: rank, targets by name suffix, modules to save.
 
-    'all-linear' is every linear layer but the head; a target that begins with 're:' is a regular expression. What
-    `exclude` matches gets no adapter: patterns as those of freeze.
+    'all-linear' is every linear layer but the head; a target that begins with 're:' is a regular expression, one that
+    begins with 'param:' is in PEFT's target_parameters. What `exclude` matches gets no adapter: patterns as in freeze.
     """
 
     r: int

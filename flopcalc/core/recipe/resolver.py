@@ -12,7 +12,7 @@ from flopcalc.base.patterns import find_matches
 from flopcalc.base.spelling import spell
 from flopcalc.base.vocabulary import GROUPS, Clipping, Group
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join, name_weight
-from flopcalc.core.recipe.recipe import REGEX, Adapter, Recipe
+from flopcalc.core.recipe.recipe import PARAMETER, REGEX, Adapter, Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Logits, Tokens
 
@@ -43,6 +43,7 @@ class Resolver:
         self._only = [_Pattern(pattern) for pattern in recipe.train_only]
         self._freeze = [_Pattern(pattern) for pattern in recipe.freeze]
         self._targets: list[_Suffix] = []
+        self._parameters: list[_Suffix] = []  # targets that name parameters
         self._save = [_Ending(name) for name in recipe.lora.save] if recipe.lora else []
         self._exclude = [_Pattern(pattern) for pattern in recipe.lora.exclude] if recipe.lora else []
         self._adapts_any = False
@@ -57,7 +58,10 @@ class Resolver:
             if op.kind == Linear.kind and op.part not in HEAD_PARTS
         }
         if recipe.lora is not None:
-            self._targets = [made for target in recipe.lora.targets for made in self._make_targets(target, stages)]
+            names = [target for target in recipe.lora.targets if target.startswith(PARAMETER)]
+            self._parameters = [_Suffix(name.removeprefix(PARAMETER)) for name in names]
+            modules = [target for target in recipe.lora.targets if target not in names]
+            self._targets = [made for target in modules for made in self._make_targets(target, stages)]
             self._check_fused(stages)
         # Modules whose weight is one tensor: a pattern that names either sets both.
         self._aliases: dict[str, list[tuple[str, Group]]] = {}
@@ -151,7 +155,8 @@ class Resolver:
         if op.is_bare:
             # PEFT adds the ranks of the targets that were fused into one parameter.
             hits = [self._names(name) for name in op.targets]  # a list: every target must be seen
-            return rank * len(hits) if hits and all(hits) else 0
+            named = [target.matches(name_weight(op, path)) for target in self._parameters]
+            return rank * len(hits) if hits and all(hits) else rank * any(named)
         if not isinstance(op, (Linear, Embed)):
             return 0
         matched = False
@@ -205,7 +210,7 @@ class Resolver:
         for what, patterns in (
             ("freeze", self._freeze),
             ("train_only", self._only),
-            ("lora target", self._targets),
+            ("lora target", self._targets + self._parameters),
             ("lora save", self._save),
             ("lora exclude", self._exclude),
         ):
@@ -225,7 +230,7 @@ class Resolver:
             whole = sorted(path for path in inner if path and any(ending.matches(path) for ending in self._save))
             if whole:
                 raise RecipeError(f"lora save: {whole[0]} holds other modules; name those that are to be saved")
-        if self._targets and not self._adapts_any:
+        if self.recipe.lora is not None and not self._adapts_any:
             which = "exclude" if self._exclude else "save too, and PEFT adapts nothing that it saves"
             raise RecipeError(f"lora: every target is in {which}")
 

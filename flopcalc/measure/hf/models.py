@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.core.recipe.recipe import PARAMETER
 
 __all__ = [
     "FloatsAway",
@@ -266,11 +267,15 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
         if recipe.get("train_only"):
             raise ValueError("lora trains its adapters alone: train_only contradicts it")
         targets = lora["targets"]
+        bare = [name.removeprefix(PARAMETER) for name in targets if name.startswith(PARAMETER)]
         model = get_peft_model(
             model,
             LoraConfig(
                 r=lora["r"],
-                target_modules="all-linear" if "all-linear" in targets else list(targets),
+                target_modules="all-linear"
+                if "all-linear" in targets
+                else [name for name in targets if not name.startswith(PARAMETER)],
+                **({"target_parameters": bare} if bare else {}),
                 exclude_modules=[name for name, _ in model.named_modules() if _matches(name, lora.get("exclude", ()))],
                 modules_to_save=list(lora["save"]) if lora.get("save") else None,
                 lora_dropout=0.0,

@@ -21,6 +21,7 @@ from flopcalc.setup.launch.settings import LaunchSettings, Taken
 
 # Asked in this order: the first whose keys are in the file reads it.
 FRAMEWORKS = (
+    "megatron",
     "megatron_swift",
     "llamafactory_v1",
     "axolotl",
@@ -35,6 +36,8 @@ FRAMEWORKS = (
     "training_arguments",
 )
 _SCRIPT_LIMIT = 500_000
+# Keys whose value may be a JSON file of DeepSpeed.
+_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "deepspeed_config.deepspeed_config_file")
 _FOLDER = os.path.dirname(__file__)
 # An option that is given takes the place of these too.
 _TOGETHER = (
@@ -75,6 +78,7 @@ def read_launch(launch: Any, *, is_alone: bool = False) -> Launch:
         for path in paths
         for part in _read_parts(read_path(path, "launch", ConfigError), unknown, is_alone=is_alone)
     ]
+    notes = _load_table("noted")["note"]
     for label, values, table in parts:
         settings.add_file(os.path.basename(label), table)
         keys: Mapping[str, str] = table["keys"]
@@ -85,6 +89,8 @@ def read_launch(launch: Any, *, is_alone: bool = False) -> Launch:
             if key in keys:
                 if not settings.take(keys[key], value, key):
                     unknown.append(f"{key}: {format_value(value)}")
+            elif found := [each["says"] for each in notes if _is_ignored(key, value, each["keys"], False)]:
+                unknown.append(f"{key}: {found[0]}")
             elif not _is_ignored(key, value, [*table["ignored"]["keys"], *pieces, "command"]):
                 unknown.append(key)
         for key, value in table.get("defaults", {}).items():
@@ -105,23 +111,34 @@ def _read_parts(path: str, unknown: list[str], *, is_alone: bool) -> list[_Part]
         raise ConfigError(
             f"{path[:200]}: neither a file nor a line that starts a training; flopcalc serving reads lines of engines"
         )
-    if not (script.program or script.launcher or is_line):
-        values = _flatten(read_table(path, "a launch file other than a .sh script", "launch", ConfigError))
-        return [_Part(path, values, _detect(values, path))]
     label = " ".join(path.split()[:4]) + " …" if is_line else path
     values, parts = {}, list[_Part]()
+
+    def read_beside(file: str) -> dict[str, Any] | None:
+        beside = next(filter(os.path.isfile, (file, os.path.join(os.path.dirname(label), file))), None)
+        if is_alone or beside is None:
+            unknown.append(f"{file}: not read")
+            return None
+        return _flatten(read_table(beside, "settings of a training", "launch", ConfigError))
+
+    is_plain = not (script.program or script.launcher or is_line)
+    if is_plain:
+        values = _flatten(read_table(path, "a launch file other than a .sh script", "launch", ConfigError))
     for whose, files in script.files.items():
         for file in files:
-            beside = next(filter(os.path.isfile, (file, os.path.join(os.path.dirname(label), file))), None)
-            if is_alone or beside is None:
-                unknown.append(f"{file}: not read")
+            if (held := read_beside(file)) is None:
                 continue
-            held = _flatten(read_table(beside, "settings of a training", "launch", ConfigError))
             if whose == "program":
                 values |= held
             else:
                 parts.append(_Part(file, held, _detect(held, file)))
     values |= script.program
+    for each in (values, *(part.values for part in parts)):
+        for key in _DEEPSPEED:
+            if str(each.get(key)).endswith(".json") and (held := read_beside(str(each.pop(key)))) is not None:
+                parts.append(_Part(path, held, _load_table("deepspeed")))
+    if is_plain:
+        return [_Part(path, values, _detect(values, path)), *parts]
     launcher = {key: value for key, value in script.launcher.items() if key != "name"}
     table = _find_table(values)
     if launcher:
@@ -197,7 +214,10 @@ def apply_launch(
         del taken["optimizer"]  # on many GPUs frameworks keep float32 weights and states beside: a plan's default
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
-        raise ConfigError(f"{', '.join(found.files)}: no known model in it; name the model yourself")
+        raise ConfigError(
+            f"{', '.join(dict.fromkeys(found.files))}: no known model in it; name the model yourself"
+            + (f" (not understood: {', '.join(unknown)})" if unknown else "")
+        )
     if "freeze" in taken:
         parts, found_in = taken.pop("freeze")
         bound = bind_config(
@@ -279,8 +299,8 @@ def _detect(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     return table
 
 
-def _is_ignored(key: str, value: object, patterns: Iterable[str]) -> bool:
+def _is_ignored(key: str, value: object, patterns: Iterable[str], is_empty: bool = True) -> bool:
     """Whether a key is known to change no FLOPs; a pattern with a value speaks of that value alone."""
     if value is None or value == {} or value == []:
-        return True
+        return is_empty
     return any(fnmatchcase(f"{key}={value}" if "=" in pattern else key, pattern) for pattern in patterns)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 _LAUNCHERS = {"accelerate": "accelerate", "torchrun": "torchrun", "deepspeed": "deepspeed",
               "torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}  # fmt: skip
 _MODULE = re.compile(r"(openrlhf\.cli|verl\.trainer)\.\w+")
-_PROGRAMS = ("trl", "swift", "axolotl", "llamafactory-cli")  # the next word says what they do
+_PROGRAMS = ("trl", "swift", "megatron", "axolotl", "llamafactory-cli")  # the next word says what they do
 _CONFIGS = ("config", "config_file", "job.config_file", "job.config-file")
+_ASSIGNED = re.compile(r'^\s*(?:export\s+)?\w+="[^"]*"', re.MULTILINE)  # a text that a variable is given
 _TABLES = (".yaml", ".yml", ".toml")
 
 
@@ -27,13 +28,13 @@ def read_script(text: str) -> Script:
     """What the commands of a script say together."""
     names: dict[str, str] = {}
     script = Script({}, {}, {"program": [], "launcher": []})
-    for line in text.replace("\\\n", " ").splitlines():
-        if line.lstrip().startswith("#"):
-            continue
+    text = re.sub(r"(^|\s)#.*", r"\1", text, flags=re.MULTILINE).replace("\\\n", " ")
+    for line in _ASSIGNED.sub(lambda each: each[0].replace("\n", " "), text).splitlines():
         try:
-            words = [_fill(word, names) for word in shlex.split(line)]
-        except ValueError:  # a text of several lines
+            words = shlex.split(_fill(line, names))
+        except ValueError:  # another text of several lines
             continue
+        words = words[words[:1] == ["export"] :]
         if len(words) == 1 and (variable := re.fullmatch(r"([A-Za-z_]\w*)=([^(].*)", words[0])):
             names[variable[1]] = variable[2]
             continue
@@ -42,11 +43,15 @@ def read_script(text: str) -> Script:
 
 
 def _fill(word: str, names: dict[str, str]) -> str:
-    return re.sub(r"\$\{?(\w+)\}?", lambda match: names.get(match[1], match[0]), word)
+    """Variables by their values, or by what `${NAME:-value}` says."""
+    return re.sub(
+        r"\$(\w+)|\$\{(\w+)(?::-([^}]*))?\}", lambda each: names.get(each[1] or each[2], each[3] or each[0]), word
+    )
 
 
 def _read_command(words: list[str], script: Script) -> None:
     """Variables of the environment, a launcher with its settings, a program with its own."""
+    words = [piece for word in words for piece in (word.split() if re.match(r"--[\w-]+ ", word) else [word])]
     for word in words:
         if (variable := re.fullmatch(r"(NPROC_PER_NODE|NNODES)=(\d+)", word)) is not None:
             script.launcher[variable[1]] = int(variable[2])

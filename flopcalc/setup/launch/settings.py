@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ from flopcalc.base.errors import ConfigError, FlopcalcError, format_value
 from flopcalc.base.number_formats import parse_compute
 from flopcalc.base.units import check_size, is_digits
 from flopcalc.core.estimate.objective import KEYS as OBJECTIVE_KEYS
-from flopcalc.core.recipe.recipe import REGEX
+from flopcalc.core.recipe.recipe import PARAMETER, REGEX
+from flopcalc.setup.megatron import map_arguments
 
 # Names of optimizers without underscores -> flopcalc's; transformers, bitsandbytes, torchao, torch and DeepSpeed.
 _OPTIMIZERS = {
@@ -23,13 +24,24 @@ _OPTIMIZERS = {
     "lion": ("lion", "lionpytorch"),
     "sgd": ("sgd",),
 }  # fmt: skip
-_SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "lora.r", "nodes",
-          "objective.completion", "objective.prompt", "objective.group")  # fmt: skip
-_FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16", "tf32", "fp8", "lora.all_linear",
+_SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "ep", "virtual",
+          "lora.r", "nodes", "objective.completion", "objective.prompt", "objective.group")  # fmt: skip
+_FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16",
+          "tf32", "fp8", "lora.all_linear",
           "freeze.vision", "freeze.projector", "freeze.language", "objective.score",
           "objective.precomputed")  # fmt: skip
 _ADAPTERS = {"lora": True, "qlora": True, "longlora": True, "full": False, "none": False, "": False}
-_CHECKPOINTING = {"none": False, "full": True, "unsloth": True, "offload": True, "offload_disk": True}
+_CHECKPOINTING = {
+    "none": False, "false": False, "full": True, "true": True, "unsloth": True, "offload": True, "offload_disk": True,
+    "selective": "selective",
+}  # fmt: skip
+_KERNELS = {
+    "eager": "eager", "disabled": "eager", "flash_attention_2": "flash", "flash_attention_3": "flash",
+    "flash_attention_4": "flash", "flash_attn": "flash", "fa2": "flash", "fa3": "flash", "sdpa": "auto",
+}  # fmt: skip
+# What FSDP shards -> the stage of ZeRO; numbers are those of accelerate.
+_SHARDED = {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3, "hybrid_shard": 3, "true": 3, "1": 3, "2": 2, "3": 0}
+_STORED = dict.fromkeys(("kernel", "kernel.eager", "kernel.flash"), "attention_kernel") | {"fsdp": "zero"}
 _PARTS = {"vision": ("vision", "audio")}  # what frameworks mean by a vision tower
 _REGEX_SIGNS = "*^$(|\\["
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
@@ -59,16 +71,16 @@ class LaunchSettings:
 
     def take(self, word: str, value: object, key: str) -> bool:
         """Note a setting; whether its value is understood."""
-        if value is None or (value == "auto" and word not in ("bf16", "dtype")):
+        is_own = value == "auto" and (word not in ("bf16", "dtype") or key.endswith(".enabled"))  # DeepSpeed's: HF's
+        is_made = word == "global_batch" and value == -1  # torchtitan: what the micro-batches make
+        if value in (None, []) or is_own or is_made or (word in _STORED and not value):
             return True  # the framework's own choice
-        if word == "global_batch" and value == -1:
-            return True  # torchtitan: what the micro-batches make
         try:
             read = _read(word, value, key)
         except FlopcalcError as error:
             raise ConfigError(f"{self._file}: {error}") from None
         if read is not None:
-            self._said.setdefault(word, Taken(read, key))
+            self._said.setdefault(_STORED.get(word, word), Taken(read, key))
             if word == "objective.kl" and read:  # any of several terms asks for a reference
                 self._said[word] = Taken(read, key)
         return read is not None
@@ -91,7 +103,14 @@ class LaunchSettings:
             self._said[word] = Taken(_read(word, value, ""), f"{self._framework}'s default")
 
     def finish_file(self, flavours: Mapping[str, str]) -> list[str]:
-        """Turn torchtitan's model and flavour into a preset; what is not understood of the file as a whole."""
+        """Turn torchtitan's flavour into a preset, Megatron's sizes into a config; what is not understood of them."""
+        shape = {word[6:]: self._said.pop(word) for word in [*self._said] if word.startswith("shape.")}
+        if {"num_layers", "hidden_size", "num_attention_heads"} <= shape.keys():
+            if not {"vocab_size", "padded_vocab_size"} & shape.keys():
+                return [f"{shape['num_layers'].key} …: the model's vocabulary is not said; name the model yourself"]
+            tp = self._said["tp"].value if "tp" in self._said else 1
+            config = map_arguments({word: each.value for word, each in shape.items()}, tp)
+            self._said.setdefault("model", Taken(config, ", ".join(each.key for each in shape.values())))
         name, flavour = self._said.pop("titan.name", None), self._said.pop("titan.flavor", None)
         if name is None or flavour is None:
             return []
@@ -104,7 +123,20 @@ class LaunchSettings:
     def finish(self) -> dict[str, Taken]:
         """flopcalc's options."""
         said = self._said
-        plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp", "zero", "clip_gradients")
+        plain = (
+            "model",
+            "seq",
+            "grad_accum",
+            "max_pixels",
+            "tp",
+            "cp",
+            "pp",
+            "ep",
+            "virtual",
+            "zero",
+            "attention_kernel",
+            "clip_gradients",
+        )
         found = {word: said[word] for word in plain if word in said}
         if "global_batch" in said:
             found.pop("grad_accum", None)  # which it decides
@@ -162,6 +194,10 @@ class LaunchSettings:
         targets = said.get("lora.targets")
         if "lora.all_linear" in said and said["lora.all_linear"].value:
             targets = Taken(("all-linear",), said["lora.all_linear"].key)
+        if (bare := said.get("lora.parameters")) is not None:
+            named = targets if targets is not None else Taken((), asked.key)
+            names = (*named.value, *(f"{PARAMETER}{name}" for name in bare.value))
+            targets = Taken(names, f"{named.key}, {bare.key}")
         if targets is None:
             raise ConfigError(f"{self._file}: {asked.key} asks for LoRA, but no key says its target modules")
         more = {word: said[f"lora.{word}"] for word in ("r", "save", "dtype") if f"lora.{word}" in said}
@@ -235,38 +271,38 @@ def _read(word: str, value: object, key: str) -> Any:
     """A setting's checked value; None where it is not understood."""
     if word in ("gpus", "nodes") and isinstance(value, str) and not is_digits(value):
         return None  # torchrun: gpu, 1:4
-    if word in _SIZES:
-        return check_size(int(value) if is_digits(value) else value, key)
-    if word in _FLAGS:
-        return value if isinstance(value, bool) else None
-    if word == "bf16":
-        return True if value == "auto" else value if isinstance(value, bool) else None
-    if word in ("dp", "dp_shard", "lora.rank", "zero"):
+    if word in _SIZES:  # true: a line's variable that is not known
+        return None if value is True else check_size(int(value) if is_digits(value) else value, key)
+    if word in ("dp", "dp_shard", "lora.rank"):
         return check_size(value, key, -1)
-    if word in ("objective.kl", "clip_gradients"):
-        return value != 0 if isinstance(value, (bool, int, float)) else None
-    if word == "optimizer.offload":
-        return value in (True, "cpu", "nvme")
-    if word in ("optimizer", "optimizer.master"):
-        plain = str(value).rpartition(".")[2].lower().replace("_", "")
-        return next((name for name, others in _OPTIMIZERS.items() if plain in others), str(value))
     if word in ("model", "titan.name", "titan.flavor", "objective", "objective.teacher"):
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{key} must be a name or path, not {format_value(value)}")
         return value
-    if word == "adapter":
-        return _ADAPTERS.get(str(value).lower())
-    if word == "checkpointing":
-        return value if isinstance(value, bool) or value == "selective" else _CHECKPOINTING.get(str(value).lower())
-    if word == "bits":
-        return value if value in (4, 8) and not isinstance(value, bool) else None
-    if word in ("lora.targets", "lora.save"):
+    if word in ("lora.targets", "lora.save", "lora.parameters"):
         return _read_names(word, value)
-    if word == "converters":
-        return _read_converters(value)
     if word in ("dtype", "mixed_precision", "lora.dtype"):
         return _read_format(value, key)
-    raise AssertionError(word)
+    return value if word.startswith("shape.") else _READERS[word](value)
+
+
+def _read_flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _read_stage(value: object) -> int | None:
+    """ZeRO's stage: a number, ms-swift's zero3_offload, or whether Megatron's optimizer is distributed."""
+    stage = str(int(value) if isinstance(value, bool) else value).removeprefix("zero")[:1]
+    return int(stage) if stage in ("0", "1", "2", "3") else None
+
+
+def _read_nonzero(value: object) -> bool | None:
+    return value != 0 if isinstance(value, (bool, int, float)) else None
+
+
+def _read_optimizer(value: object) -> str:
+    plain = str(value).rpartition(".")[2].lower().replace("_", "")
+    return next((name for name, others in _OPTIMIZERS.items() if plain in others), str(value))
 
 
 def _read_names(word: str, value: object) -> tuple[str, ...] | None:
@@ -293,3 +329,24 @@ def _read_format(value: object, key: str) -> Any:
     if value is False or value in ("no", "auto"):  # accelerate reads an unquoted no as 'no', too
         return False
     return parse_compute(str(value).removeprefix("torch."), key)
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_FLAGS, _read_flag),
+    "bf16": lambda value: True if value == "auto" else _read_flag(value),
+    "fp8": lambda value: True if value in ("hybrid", "e4m3") else _read_flag(value),
+    "fsdp": lambda value: next((stage for name, stage in _SHARDED.items() if name in str(value).lower()), None),
+    "zero": _read_stage,
+    "kernel": lambda value: _KERNELS.get(str(value)),
+    "kernel.eager": lambda _: "eager",
+    "kernel.flash": lambda _: "flash",
+    "objective.kl": _read_nonzero,
+    "clip_gradients": _read_nonzero,
+    "optimizer": _read_optimizer,
+    "optimizer.master": _read_optimizer,
+    "optimizer.offload": lambda value: value in (True, "cpu", "nvme"),
+    "adapter": lambda value: _ADAPTERS.get(str(value).lower()),
+    "checkpointing": lambda value: _CHECKPOINTING.get(str(value).lower()),
+    "bits": lambda value: value if value in (4, 8) and not isinstance(value, bool) else None,
+    "converters": _read_converters,
+}

@@ -11,7 +11,7 @@ import pytest
 from headers import HEADER, text, write_gguf
 
 from flopcalc import bind, estimate_flops
-from flopcalc.base.errors import ConfigError
+from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.core.model.config import load_config
 
 LLAMA: dict[str, Any] = {
@@ -131,6 +131,9 @@ def test_an_adapter_names_its_base(tmp_path: Path) -> None:
     assert found.total == estimate_flops(LLAMA, seq_len=8, lora="r=4,targets=q_proj").total
     assert any("LoRA r=4 on q_proj" in note for note in found.notes)
     assert estimate_flops(str(adapter), seq_len=8, lora="r=8,targets=q_proj").total > found.total
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "target_parameters": ["experts.down_proj"]}))
+    with pytest.raises(RecipeError, match=r"lora target 'experts\.down_proj' matches no module"):
+        estimate_flops(str(adapter), seq_len=8)
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 4}))
     with pytest.raises(ConfigError, match="an adapter without its base"):
         bind(str(adapter))

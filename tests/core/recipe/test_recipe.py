@@ -75,6 +75,21 @@ def test_words_split_a_vision_language_model() -> None:
     assert trainable({"freeze": "model.visual"}, VLM) == parts["language"]
 
 
+def test_lora_on_bare_parameters() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 9, "decoder_sparse_step": 1}
+    config = {**LLAMA, **experts, "model_type": "qwen3_moe", "mlp_only_layers": []}
+    down, up, q = 4 * (9 + 24), 4 * (24 + 18), trainable({"lora": "r=1,targets=q_proj"}, config)
+    for targets, expected in (
+        ("param:experts.down_proj", 3 * 3 * down),
+        ("param:layers.1.mlp.experts.gate_up_proj", 3 * up),
+        ("q_proj+param:experts.gate_up_proj+param:down_proj", 3 * q + 3 * 3 * (down + up)),
+    ):
+        assert trainable({"lora": f"r=3,targets={targets}"}, config) == expected
+    for wrong in ("param:q_proj.weight", "experts.gate_up_proj"):  # a module's weight, a parameter as a module
+        with pytest.raises(RecipeError, match="matches no module"):
+            bind(config, recipe={"lora": f"r=3,targets={wrong}"})
+
+
 def test_lora_reaches_towers() -> None:
     assert trainable({"lora": "r=1,targets=qkv"}, VLM) == 2 * (32 + 96)
     towers = trainable({"lora": "r=1,targets=all-linear,exclude=language"}, VLM)

@@ -69,3 +69,15 @@ def test_variant_is_found_inside_what_wraps_it(name: str) -> None:
     adapted = apply_recipe(model, recipe)
     for live in (adapted, torch.compile(adapted)):
         assert count(bind(live, convention="full"), workload) == count(told, workload)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lora_on_bare_parameters_is_what_peft_makes() -> None:
+    config, workload, model = prepare(find_example("qwen3_moe"))
+    targets = ["q_proj", "param:experts.gate_up_proj", "param:mlp.experts.down_proj"]
+    recipe = {"lora": {"r": 3, "targets": targets}}
+    told = bind(config, recipe=recipe, convention="full")
+    adapted = apply_recipe(model, recipe)
+    assert count(bind(adapted, convention="full"), workload) == count(told, workload)
+    trains = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
+    assert trains == told.parameters()["trainable"]
