@@ -16,7 +16,7 @@ from flopcalc.hardware.devices import Device, find_device, find_format_peak
 from flopcalc.planning.money import find_price
 from flopcalc.planning.network import find_interconnect
 from flopcalc.server.engines import Engine, find_engine, read_flags
-from flopcalc.server.fitted import Weights, find_weights
+from flopcalc.server.fitted import Weights, find_weights, load_fit
 from flopcalc.server.kv import Room, find_longest, find_room
 from flopcalc.server.kv import to_dict as show_cache
 from flopcalc.server.launch import write_command
@@ -140,7 +140,7 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     answer = answer._replace(
         command=write_command(source.hub_id or source.name, engine, layout, cache, quantization, most)
     )
-    weights = find_weights(model.name, engine.id, engine.version, device.id)
+    weights = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id))
     return _time(answer._replace(evidence=weights.evidence), setup, step, weights, notes)
 
@@ -369,15 +369,21 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     if load.is_full:
         notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean(values) for name, values in load.kept.items() if values}
-    # Where most of an answer's time is that to its first token, its interval is as wide as that one's.
-    first, ends = means["ttft_s"] / means["e2e_s"], dict(weights.intervals)
-    low, high = ends["e2e_s"]
-    ends["e2e_s"] = (first * ends["ttft_s"][0] + (1 - first) * low, first * ends["ttft_s"][1] + (1 - first) * high)
-    times = {
-        name: Estimated(ends[name][0] * mean, mean, None if load.is_full and name != "tpot_s" else ends[name][1] * mean)
-        for name, mean in means.items() if name != "itl_s"
-    }  # fmt: skip
     outputs = _mean([(float(each.output), share) for each, share in zip(requests, shares, strict=True)])
+    ends = {name: (low * means[name], high * means[name]) for name, (low, high) in weights.intervals.items()
+            if name in means}  # fmt: skip
+    tpot = means.get("tpot_s", 0.0)
+    if traffic.concurrency is not None and traffic.benchmark != "inferencex":  # which streams tokens in groups
+        line = outputs * (traffic.concurrency / load_fit()["streamed_tokens_per_s"] - tpot)
+        ends["ttft_s"] = (ends["ttft_s"][0], max(ends["ttft_s"][1], line))
+    low, high = (first + (outputs - 1) * later for first, later in
+                 zip(ends["ttft_s"], ends.get("tpot_s", (0.0, 0.0)), strict=True))  # fmt: skip
+    ends["e2e_s"] = (min(low, means["e2e_s"]), max(high, means["e2e_s"]))
+    times = {
+        name: Estimated(low, means[name], None if load.is_full and name != "tpot_s" else high)
+        for name, (low, high) in ends.items()
+    }
+    low, high = (end / means["e2e_s"] for end in ends["e2e_s"])
     inputs = _mean([(float(each.input), share) for each, share in zip(requests, shares, strict=True)])
     if traffic.concurrency is not None:
         rate = traffic.concurrency * outputs / means["e2e_s"]
