@@ -69,6 +69,6 @@ def find_weights(model: str, engine: str, version: str, device_id: str, has_expe
         evidence = "engine and GPU"
     elif generation and any(name.endswith(f"· {engine}") for name in fit["pairings"]):
         evidence = "engine"
-    names = {"ttft_s": "ttft_s", "tpot_s": "tpot_s of experts" if has_experts else "tpot_s"}
-    intervals = {name: tuple(fit["intervals"][evidence][key]) for name, key in names.items()}
+    ends = fit["intervals"][evidence]
+    intervals = {"ttft_s": tuple(ends["ttft_s"]), "tpot_s": tuple(ends["tpot_s" + " of experts" * has_experts])}
     return Weights(tuple(math.exp(log) for log in logs), evidence, intervals)
