@@ -364,7 +364,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         most = min(room.max_concurrency, engine.max_seqs) * layout.replicas * (traffic.workers[1] or 1)
         if traffic.concurrency > most:
             limit = "the cache" if room.max_concurrency < engine.max_seqs else spell("max_seqs", engine.max_seqs)
-            notes.append(f"{limit} lets about {most:,} requests of this length run at once: others wait")
+            notes.append(f"{limit} lets {most:,} requests of this length run at once: others wait")
     if load.is_full:
         notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean(values) for name, values in load.kept.items() if values}
@@ -373,8 +373,13 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
             if name in means}  # fmt: skip
     tpot = means.get("tpot_s", 0.0)
     if traffic.concurrency is not None and traffic.benchmark != "inferencex":  # which streams tokens in groups
-        line = outputs * (traffic.concurrency / load_fit()["streamed_tokens_per_s"] - tpot)
-        ends["ttft_s"] = (ends["ttft_s"][0], max(ends["ttft_s"][1], line))
+        most = load_fit()["streamed_tokens_per_s"]
+        line = outputs * (traffic.concurrency / most - tpot)
+        if line > ends["ttft_s"][1]:
+            ends["ttft_s"] = (ends["ttft_s"][0], line)
+            notes.append(
+                f"the host may limit it: the high end is for one that streams {most:,} tokens/s, the least seen"
+            )
     low, high = (first + (outputs - 1) * later for first, later in
                  zip(ends["ttft_s"], ends.get("tpot_s", (0.0, 0.0)), strict=True))  # fmt: skip
     ends["e2e_s"] = (min(low, means["e2e_s"]), max(high, means["e2e_s"]))

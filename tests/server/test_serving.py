@@ -485,6 +485,18 @@ def test_cached_tokens_of_a_prompt(hit: float, size: int, cached: int) -> None:
     assert Traffic(lengths, lengths, 1, None, (), None, hit).count_cached(size) == cached
 
 
+# A host that streams every token by itself may be the limit: 512 requests x 1,024 tokens at 9,000 a second.
+@pytest.mark.parametrize(("changes", "is_host"), [({}, True), ({"benchmark": "inferencex"}, False), ({"tp": 1}, False)])
+def test_a_host_that_streams_slowly(changes: dict[str, Any], is_host: bool) -> None:
+    load = {"input_len": 64, "output_len": 1024, "concurrency": 512 if changes != {"tp": 1} else 64}
+    found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "tp": 8, "engine": "trtllm", **load, **changes})
+    ttft, tpot = found.times["ttft_s"], found.times["tpot_s"]
+    assert any("streams 9,000 tokens/s" in note for note in found.notes) is is_host
+    if is_host:
+        assert ttft.high == pytest.approx(1024 * (512 / 9000 - tpot.mid))
+        assert found.times["e2e_s"].high == pytest.approx((ttft.high or 0) + 1023 * (tpot.high or 0))
+
+
 def test_own_layers_draft() -> None:
     """DeepSeek-R1 has one layer of multi-token prediction."""
     asked = {"device": "b200", "tp": 8, "input_len": 1024, "output_len": 128}
