@@ -47,10 +47,12 @@ TTFT_SHARE = {"inferencex": 1.0, "aiperf": 0.5}  # how other load generators sta
 # How strongly weights are held to the prior. Groups that are left out lose least and alike from 5 to 7; their tables
 # were in view when 7 was chosen, so they flatter it slightly.
 PULL = 7.0
-LEAST = 0.76  # of every group's rows that an interval holds
-# Standard deviations to the ends of an interval, by Student's t for 15 groups: 90 % for a pairing that was measured,
-# 95 % for one that was not, because it may lie farther off than any of 15 did.
-KNOWN, NEW = 1.76, 2.15
+# Of every group's rows that an interval holds which was made from the other groups: the reach of all is the smallest
+# that does it, so it has seen how far each lies off.
+LEAST = 0.76
+# Tokens per second that one host streams, each by itself. Llama-3.1-8B levels off at 9,000 to 9,300 with TensorRT-LLM,
+# however many GPUs compute, and at 14,000 to 19,000 with SGLang: requests in flight beyond wait for their first token.
+STREAMED = 9000
 # Seven rows say 512 sequences at most, but their times are those of 4 to 64: TPOT is that of the row with so many.
 IMPOSSIBLE = ("gpt-oss-120b", "h100-sxm", 512)
 FAMILIES = {"vllm": "0.14", "trtllm": "1.2"}  # releases before these are fitted apart
@@ -124,6 +126,8 @@ class Rows:
         ]
         amounts = [find_amounts(row) for row in self.rows]
         self.latency = len(self.rows)
+        for row in self.rows:
+            row["experts"] = load_model(row["model"], row["weights"], row["kv_cache"]).experts > 1
         for row, tpot in read_energy(os.path.join(folder, "serving-energy.csv.gz")):
             self.rows.append(row)
             amounts.append((np.ones(len(CLASSES)), tpot))
@@ -221,31 +225,63 @@ def read_energy(path: str) -> list[tuple[dict[str, Any], np.ndarray]]:
     return found
 
 
-def find_e2e(rows: Rows, ttft: np.ndarray, tpot: np.ndarray) -> np.ndarray:
+def find_outputs(rows: Rows) -> np.ndarray:
     means = {"inferencex": 0.9}  # of the nominal length
-    outputs = np.array([row.get("output_len", 1) * means.get(row.get("benchmark", ""), 1) - 1 for row in rows.rows])
-    return np.log(np.exp(ttft) + np.exp(tpot) * outputs)
+    return np.array([row.get("output_len", 1) * means.get(row.get("benchmark", ""), 1) for row in rows.rows])
 
 
-def find_interval(errors: np.ndarray, groups: np.ndarray, reach: float) -> list[float]:
-    """Factors from a prediction to the ends between which the errors of a further group are expected to lie.
+def find_e2e(rows: Rows, ttft: np.ndarray, tpot: np.ndarray) -> np.ndarray:
+    return np.log(np.exp(ttft) + np.exp(tpot) * (find_outputs(rows) - 1))
 
-    Errors have two parts: how far a group lies off as a whole, and how its rows lie about it. Groups count alike.
-    The ends are then moved as little as each group needs to have at least LEAST of its rows inside.
+
+def find_lines(rows: Rows, tpot: np.ndarray) -> np.ndarray:
+    """Logarithms of the seconds that a first token waits where the slowest host that was seen streams all tokens."""
+    many = np.array([row.get("concurrency", 1) * (row.get("benchmark") == "aiperf") for row in rows.rows])
+    return np.log(np.maximum(find_outputs(rows) * (many / STREAMED - np.exp(tpot)), 1e-9))
+
+
+def find_errors(errors: np.ndarray, groups: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of a further group's errors: how far groups lie off, and their rows about that.
+
+    Groups count alike.
     """
-    parts = [np.sort(errors[groups == group]) for group in sorted(set(groups))]
+    parts = [errors[groups == group] for group in sorted(set(groups))]
     means = np.array([own.mean() for own in parts])
-    spread = np.sqrt(means.var(ddof=1) * (1 + 1 / len(parts)) + np.mean([own.var() for own in parts]))
-    low, high = means.mean() - reach * spread, means.mean() + reach * spread
-    for own in parts:
-        many = int(np.ceil(LEAST * len(own)))
-        ends = [(own[at], own[at + many - 1]) for at in range(len(own) - many + 1)]
-        first, last = min(ends, key=lambda pair: max(0.0, low - pair[0]) + max(0.0, pair[1] - high))
-        low, high = min(low, first), max(high, last)
-    return [float(f"{np.exp(low):.3f}"), float(f"{np.exp(high):.3f}")]
+    return means.mean(), np.sqrt(means.var(ddof=1) * (1 + 1 / len(parts)) + np.mean([own.var() for own in parts]))
 
 
-def show(title: str, rows: Rows, ttft: np.ndarray, tpot: np.ndarray, reach: float) -> dict[str, list[float]]:
+class Intervals:
+    """Factors to the ends of an interval by class of row: models with experts lie farther off in TPOT."""
+
+    def __init__(self, errors: np.ndarray, groups: np.ndarray, classes: np.ndarray, lines: np.ndarray) -> None:
+        self.errors, self.groups, self.classes, self.lines = errors, groups, classes, lines
+        self.mean, self.spread = np.zeros((2, len(errors)))
+        for group in set(groups):
+            own = groups == group
+            others = ~own & (classes == classes[own][0])
+            self.mean[own], self.spread[own] = find_errors(errors[others], groups[others])
+        self.reach = next(
+            reach for reach in np.arange(1.2, 4, 0.01)
+            if min(self.hold(reach)[groups == group].mean() for group in set(groups)) >= LEAST
+        )  # fmt: skip
+
+    def leave_out(self, reach: float) -> tuple[np.ndarray, np.ndarray]:
+        """Ends for each row, from the other groups of its class."""
+        return self.mean - reach * self.spread, np.maximum(self.mean + reach * self.spread, self.lines)
+
+    def hold(self, reach: float) -> np.ndarray:
+        low, high = self.leave_out(reach)
+        return (low <= self.errors) & (self.errors <= high)
+
+    def to_dict(self, name: str) -> dict[str, list[float]]:
+        found = {}
+        for each in sorted(set(self.classes)):
+            mean, spread = find_errors(self.errors[self.classes == each], self.groups[self.classes == each])
+            found[name + each] = [round(float(np.exp(mean + side * self.reach * spread)), 3) for side in (-1, 1)]
+        return found
+
+
+def show(title: str, rows: Rows, ttft: np.ndarray, tpot: np.ndarray) -> dict[str, list[float]]:
     """Print the errors of a way of leaving out, group by group, and return the intervals."""
     own = np.arange(rows.latency)
     measured = {"ttft_s": rows.log_ttft, "tpot_s": rows.log_tpot}
@@ -254,15 +290,32 @@ def show(title: str, rows: Rows, ttft: np.ndarray, tpot: np.ndarray, reach: floa
     errors = {name: (measured[name] - predicted[name])[own] for name in measured}
     off = {name: np.abs(np.exp(-each) - 1) for name, each in errors.items()}
     groups = rows.groups[own]
-    print(f"\n### {title}\n\n| group | rows | TPOT | TTFT | end to end |\n|---|---|---|---|---|")
+    experts = np.array([" of experts" * row["experts"] for row in rows.rows[: rows.latency]])
+    intervals = {
+        "ttft_s": Intervals(errors["ttft_s"], groups, np.full(len(own), ""), (find_lines(rows, tpot) - ttft)[own]),
+        "tpot_s": Intervals(errors["tpot_s"], groups, experts, np.full(len(own), -np.inf)),
+    }
+    inside = {name: each.hold(each.reach) for name, each in intervals.items()}
+    ends = [each.leave_out(each.reach) for each in intervals.values()]
+    low, high = (
+        np.log(np.exp(ttft[own] + ends[0][at]) + np.exp(tpot[own] + ends[1][at]) * (find_outputs(rows)[own] - 1))
+        for at in (0, 1)
+    )
+    inside["e2e_s"] = (low <= measured["e2e_s"][own]) & (measured["e2e_s"][own] <= high)
+    names = ("tpot_s", "ttft_s", "e2e_s")
+    print(f"\n## {title}\n\n| group | rows | TPOT | TTFT | end to end | inside: TPOT | TTFT | end to end |")
+    print("|---|---|---|---|---|---|---|---|")
+
+    def put(word: str, many: int, cells: list[str]) -> None:
+        print(f"| {word} | {many} | {' | '.join(cells)} |")
+
     medians = {name: [] for name in off}
     for group in sorted(set(groups)):
-        inside = groups == group
-        cells = []
-        for name in ("tpot_s", "ttft_s", "e2e_s"):
-            medians[name].append(float(np.median(off[name][inside])))
-            cells.append(f"{100 * medians[name][-1]:.1f} %")
-        print(f"| {group} | {inside.sum()} | {' | '.join(cells)} |")
+        at = groups == group
+        for name in names:
+            medians[name].append(float(np.median(off[name][at])))
+        cells = [f"{100 * medians[name][-1]:.1f} %" for name in names]
+        put(group, at.sum(), cells + [f"{100 * inside[name][at].mean():.0f} %" for name in names])
     means = {name: np.mean([off[name][groups == group].mean() for group in set(groups)]) for name in off}
     summary = {
         "median of all rows": {name: np.median(each) for name, each in off.items()},
@@ -270,22 +323,10 @@ def show(title: str, rows: Rows, ttft: np.ndarray, tpot: np.ndarray, reach: floa
         "mean of the groups' mean errors": means,
     }
     for word, found in summary.items():
-        cells = [f"**{100 * found[name]:.1f} %**" for name in ("tpot_s", "ttft_s", "e2e_s")]
-        print(f"| **{word}** | {len(own)} | {' | '.join(cells)} |")
-    intervals = {name: find_interval(each, groups, reach) for name, each in errors.items()}
-    for word, is_held in (("this interval", False), ("an interval made from the other groups", True)):
-        print(f"\nInside {word}:\n\n| | {' | '.join(errors)} |\n|---|---|---|---|")
-        inside = {name: np.zeros(len(own), bool) for name in errors}
-        for name, each in errors.items():
-            for group in set(groups):
-                held = groups == group
-                ends = find_interval(each[~held], groups[~held], reach) if is_held else intervals[name]
-                inside[name][held] = (each[held] >= np.log(ends[0] - 5e-4)) & (each[held] <= np.log(ends[1] + 5e-4))
-        shares = {"all rows": np.ones(len(own), bool)} | {group: groups == group for group in sorted(set(groups))}
-        for group, at in shares.items():
-            if group == "all rows" or min(inside[name][at].mean() for name in errors) < 0.85:
-                print(f"| {group} | {' | '.join(f'{100 * inside[name][at].mean():.0f} %' for name in errors)} |")
-    return intervals
+        is_first = word == "median of all rows"
+        shares = [f"**{100 * inside[name].mean():.0f} %**" if is_first else "" for name in names]
+        put(f"**{word}**", len(own), [f"**{100 * found[name]:.1f} %**" for name in names] + shares)
+    return {key: ends for name, each in intervals.items() for key, ends in each.to_dict(name).items()}
 
 
 def main() -> None:
@@ -296,14 +337,14 @@ def main() -> None:
     rows = Rows(given.folder)
     effects = rows.fit(np.arange(len(rows.rows)))
     ttft, tpot, _ = rows.predict(effects, np.arange(len(rows.rows)))
-    intervals = {"pairing": show("In the fit", rows, ttft, tpot, KNOWN)}
+    intervals = {"pairing": show("In the fit", rows, ttft, tpot)}
     names = {
         "engine and GPU": ("A pairing of model, GPU and engine that the fit has not seen", rows.groups),
         "model": ("A model that the fit has not seen", np.array([row["model"] for row in rows.rows])),
         "engine": ("A GPU that the fit has not seen", np.array([row["device"] for row in rows.rows])),
     }
     for evidence, (title, keys) in names.items():
-        intervals[evidence] = show(title, rows, *rows.leave_out(keys, effects), NEW)
+        intervals[evidence] = show(title, rows, *rows.leave_out(keys, effects))
     # Nothing measured: twice the width, in logarithms, of a GPU never seen.
     intervals["data sheet"] = {
         name: [round(low**2, 3), round(high**2, 3)] for name, (low, high) in intervals["engine"].items()
@@ -323,7 +364,7 @@ def main() -> None:
             "effects": {part: [round(float(value), 4) for value in effects[at]] for at, part in enumerate(rows.parts)},
             "pairings": sorted({f"{row['model']} · {row['device']} · {row['engine'].partition('@')[0]}"
                                 for row in rows.rows[: rows.latency]}),
-            "intervals": intervals,
+            "intervals": intervals, "streamed_tokens_per_s": STREAMED,
         }  # fmt: skip
         path = os.path.join(os.path.dirname(__file__), "..", "model_specs", "serving.json")
         with open(path, "w", encoding="utf-8") as file:

@@ -3,6 +3,7 @@
     python benchmarks/serving_transformers.py --output benchmarks/results/serving_transformers.json
     python benchmarks/serving_transformers.py --device cpu --tiny --output /tmp/tiny.json
     python benchmarks/serving_transformers.py --predict --output benchmarks/results/serving_transformers_blind.json
+    python benchmarks/serving_transformers.py --compare --output benchmarks/results/serving_transformers.json
 
 Fixed before anything was measured: presets with random weights in bf16, random prompts of one length, greedy decoding
 without an end token, the library's own defaults for the cache and the scheduler. So many requests are in flight, and a
@@ -301,6 +302,33 @@ def predict(given: argparse.Namespace) -> None:
         print(*row.values())
 
 
+def compare(given: argparse.Namespace) -> None:
+    """Print measured times beside those that were expected, and beside a step of `flopcalc predict`."""
+    import flopcalc
+
+    expected = json.loads(given.output.with_name("serving_transformers_blind.json").read_text())["rows"]
+    blind = {tuple(row[key] for key in Case._fields): row for row in expected if row["attention"] == "sdpa"}
+    print("| model | requests in flight | TTFT | expected | TPOT | expected | step, new lengths |")
+    print("|---|---|---|---|---|---|---|")
+    off: dict[str, list[float]] = {"ttft_s": [], "tpot_s": [], "step": []}
+    for row in sorted(json.loads(given.output.read_text())["rows"], key=lambda row: (row["model"], row["concurrency"])):
+        if "error" in row:
+            continue
+        length = row["input_len"] + row["output_len"] // 2
+        found = flopcalc.predict(row["model"], device="h200", phase="decode", batch_size=1, seq_len=length).to_dict()
+        step = found["step_time_s"]["mid"] / length
+        # From 16 requests on, prompts are spread over steps: nearly every step has a total length of its own.
+        step += found["generate"]["new_length_s"] * (row["concurrency"] >= 16)
+        said = {**blind[tuple(row[key] for key in Case._fields)], "step": step}
+        for name, values in off.items():
+            values.append(abs(said[name] / row["tpot_s" if name == "step" else name] - 1))
+        cells = [row["ttft_s"], said["ttft_s"], row["tpot_s"], said["tpot_s"], step]
+        shown = " | ".join(f"{1e3 * value:.0f} ms" for value in cells)
+        print(f"| {row['model']} | {row['concurrency']} | {shown} |")
+    shown = [f"{100 * statistics.median(values):.0f} %" for values in off.values()]
+    print(f"| **median error** | {len(off['step'])} rows | | {shown[0]} | | {shown[1]} | {shown[2]} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
@@ -310,8 +338,9 @@ def main() -> None:
     parser.add_argument("--case-s", type=float, default=25.0, help="seconds after which a case counts fewer requests")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script without a GPU")
     parser.add_argument("--predict", action="store_true", help="write what is expected instead of measuring")
+    parser.add_argument("--compare", action="store_true", help="print what was measured beside what was expected")
     given = parser.parse_args()
-    (predict if given.predict else run)(given)
+    (predict if given.predict else compare if given.compare else run)(given)
     sys.stdout.flush()
     os._exit(0)  # a thread of a manager that hangs must not keep the process
 

@@ -42,7 +42,7 @@ def list_cells(found: ServingAnswer) -> list[list[str]]:
 def list_rates(found: ServingAnswer) -> list[str]:
     """Tokens per second, watts, energy and money."""
     times = {name: found.times[key] for key, name in _RATES.items() if key in found.times}
-    lines = [f"{name}: {at.mid:,.0f} ({at.low:,.0f} … {at.high or 0:,.0f})" for name, at in times.items()]
+    lines = [f"{name}: {_show(at.mid)} ({_show(at.low)} … {_show(at.high or 0)})" for name, at in times.items()]
     if found.wh is not None:
         lines.append(f"energy: {found.wh['per_million_output_tokens']:,.3g} Wh per million output tokens")
     if found.usd is not None:
@@ -68,7 +68,7 @@ def make_cells(found: ServingAnswer) -> dict[str, str]:
     """One row of a curve by its headers."""
     cells = [format_seconds(found.times[key].mid) if key in found.times else "-" for key in _LATENCIES]
     for key in ("tokens_per_s", "tokens_per_s_per_gpu"):
-        cells.append(f"{found.times[key].mid:,.0f}" if key in found.times else "-")
+        cells.append(_show(found.times[key].mid) if key in found.times else "-")
     cells.append("-" if found.usd is None else f"{found.usd['per_million_output_tokens']:,.3g}")
     return dict(zip(("TTFT", "TPOT", "end to end", "tokens/s", "per GPU", "$ per 1M output"), cells, strict=True))
 
@@ -91,7 +91,7 @@ def _describe_objectives(found: ServingAnswer) -> list[str]:
             state = "met" if each["met"] else "missed"
             value = "-" if each["value_s"] is None else format_seconds(each["value_s"])
             lines.append(f"objective, {name} {format_seconds(each['limit_s'])} at {each['at']}: {state} ({value}); "
-                         f"holds up to {_show_load(each['most_load'])} {unit}")  # fmt: skip
+                         f"holds up to {_show(each['most_load'])} {unit}")  # fmt: skip
     needed, users = found.objectives["gpus_needed"], found.objectives.get("most_users")
     most = f" ({users:,} users for each {found.gpus})" if users is not None else ""
     lines.append(f"goodput: {found.objectives['goodput_tokens_per_s']:,.0f} tokens/s; GPUs for this load: "
@@ -99,8 +99,8 @@ def _describe_objectives(found: ServingAnswer) -> list[str]:
     return [line for text in lines for line in wrap(text, rest="  ")]
 
 
-def _show_load(load: float) -> str:
-    return f"{load:,.0f}" if load >= 1000 else f"{load:.4g}"
+def _show(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def describe_answer(found: ServingAnswer, has_load: bool = True) -> str:

@@ -82,8 +82,8 @@ def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None
     name, _, version = text.partition("@")
     if name == "transformers":
         raise WorkloadError(
-            f"{spell('engine', name)}: its continuous batching was not measured; serving knows "
-            f"{', '.join(list_engines())}, and flopcalc predict times a step of transformers"
+            f"{spell('engine', name)}: its steps depend on the lengths that cuDNN has met, so it is not predicted; "
+            f"serving knows {', '.join(list_engines())}, and flopcalc predict times a step of transformers"
         )
     name = check_word(name, list_engines(), "engine", WorkloadError, suggests=True)
     table = load_table(name)

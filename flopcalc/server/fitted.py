@@ -55,7 +55,7 @@ def find_generation(device_id: str) -> str:
     return ""
 
 
-def find_weights(model: str, engine: str, version: str, device_id: str) -> Weights:
+def find_weights(model: str, engine: str, version: str, device_id: str, has_experts: bool = False) -> Weights:
     """The weights of an engine's release on a device, and how much was measured of this pairing."""
     fit = load_fit()
     family, generation = find_family(engine, version), find_generation(device_id)
@@ -69,5 +69,6 @@ def find_weights(model: str, engine: str, version: str, device_id: str) -> Weigh
         evidence = "engine and GPU"
     elif generation and any(name.endswith(f"· {engine}") for name in fit["pairings"]):
         evidence = "engine"
-    intervals = {name: (float(low), float(high)) for name, (low, high) in fit["intervals"][evidence].items()}
+    ends = fit["intervals"][evidence]
+    intervals = {"ttft_s": tuple(ends["ttft_s"]), "tpot_s": tuple(ends["tpot_s" + " of experts" * has_experts])}
     return Weights(tuple(math.exp(log) for log in logs), evidence, intervals)

@@ -22,7 +22,7 @@ def read_launch(line: str) -> dict[str, Any]:
     engine = _PROGRAMS.get(words[0].rpartition("/")[2]) if words else None
     if engine is None:
         raise WorkloadError(
-            "launch: the line starts with vllm serve, python -m sglang.launch_server or trtllm-serve, not "
+            "--launch: the line starts with vllm serve, python -m sglang.launch_server or trtllm-serve, not "
             f"{words[0] if words else 'nothing'!r}"
         )
     words = words[2:] if words[1:2] == ["serve"] else words[1:]

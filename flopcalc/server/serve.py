@@ -16,7 +16,7 @@ from flopcalc.hardware.devices import Device, find_device, find_format_peak
 from flopcalc.planning.money import find_price
 from flopcalc.planning.network import find_interconnect
 from flopcalc.server.engines import Engine, find_engine, read_flags
-from flopcalc.server.fitted import Weights, find_weights
+from flopcalc.server.fitted import Weights, find_weights, load_fit
 from flopcalc.server.kv import Room, find_longest, find_room
 from flopcalc.server.kv import to_dict as show_cache
 from flopcalc.server.launch import write_command
@@ -48,9 +48,6 @@ class Estimated(NamedTuple):
     low: float
     mid: float
     high: float | None
-
-    def to_dict(self) -> dict[str, float | None]:
-        return {"low": self.low, "mid": self.mid, "high": self.high}
 
 
 class ServingAnswer(NamedTuple):
@@ -91,7 +88,7 @@ class ServingAnswer(NamedTuple):
             "schema": 1, "model": self.model, "engine": self.engine.id, "engine_version": self.engine.version or None,
             "device": self.device.id, "gpus": self.gpus, "layout": self.layout._asdict(), "fits": self.fits,
             "evidence": self.evidence,
-            **{name: self.times[name].to_dict() if name in self.times else None for name in names},
+            **{name: self.times[name]._asdict() if name in self.times else None for name in names},
             "percentiles": self.percentiles or None,
             "kv_cache": show_cache(self.room),
             "memory": {"total_bytes": round(self.room.total), "weights_bytes": round(self.room.weights),
@@ -121,7 +118,7 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     if formats.kv_cache is None and asked != "auto":
         formats = formats.replace(kv_cache="fp8" if asked.startswith("fp8") else asked)
     model = read_model(estimator if formats == setup.formats else bind_setup(setup.replace(formats=formats), "model"))
-    traffic = read_traffic(setup, model)
+    traffic = read_traffic(setup, model, source)
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
     engine = _set_limits(
         find_engine(_name_engine(setup), device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags
@@ -140,7 +137,7 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     answer = answer._replace(
         command=write_command(source.hub_id or source.name, engine, layout, cache, quantization, most)
     )
-    weights = find_weights(model.name, engine.id, engine.version, device.id)
+    weights = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id))
     return _time(answer._replace(evidence=weights.evidence), setup, step, weights, notes)
 
@@ -323,11 +320,12 @@ def _split_workers(answer: ServingAnswer, costs: StepCosts, step: StepModel, tra
     def run_decodes(concurrency: float) -> Load:
         """A decode worker finds all of a prompt but its last token in the cache that was sent to it."""
         slots = max(1, -(-round(concurrency) // decode))
-        return _run_load(answer, costs, traffic._replace(concurrency=slots, cached=traffic.input.high - 1))
+        return _run_load(answer, costs, traffic._replace(concurrency=slots, hit=traffic.input.high))
 
     own = run_decodes(asked)
     mean = sum(request.input for request in own.requests) / len(own.requests)
-    chunk = (round(mean - traffic.cached), traffic.cached)
+    cached = traffic.count_cached(round(mean))
+    chunk = (round(mean - cached), cached)
     together = max(1, min(answer.engine.max_batched_tokens // chunk[0], asked // prefill))
     alone, sent = costs.run([chunk], 0, 0.0) + costs.find_shift(chunk[0]), mean * answer.room.bytes_per_token / link
     capacity = prefill * answer.layout.replicas * together / costs.run([chunk] * together, 0, 0.0)
@@ -363,21 +361,33 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
                      "requests in flight")  # fmt: skip
     requests, shares = load.requests, load.shares
     if traffic.concurrency is not None:
-        most = room.max_concurrency * layout.replicas * (traffic.workers[1] or 1)
-        if traffic.concurrency > min(most, engine.max_seqs * layout.replicas * (traffic.workers[1] or 1)):
-            notes.append(f"the cache holds about {most:,} requests of this length at once: others wait")
+        most = min(room.max_concurrency, engine.max_seqs) * layout.replicas * (traffic.workers[1] or 1)
+        if traffic.concurrency > most:
+            limit = "the cache" if room.max_concurrency < engine.max_seqs else spell("max_seqs", engine.max_seqs)
+            notes.append(f"{limit} lets {most:,} requests of this length run at once: others wait")
     if load.is_full:
         notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean(values) for name, values in load.kept.items() if values}
-    # Where most of an answer's time is that to its first token, its interval is as wide as that one's.
-    first, ends = means["ttft_s"] / means["e2e_s"], dict(weights.intervals)
-    low, high = ends["e2e_s"]
-    ends["e2e_s"] = (first * ends["ttft_s"][0] + (1 - first) * low, first * ends["ttft_s"][1] + (1 - first) * high)
-    times = {
-        name: Estimated(ends[name][0] * mean, mean, None if load.is_full and name != "tpot_s" else ends[name][1] * mean)
-        for name, mean in means.items() if name != "itl_s"
-    }  # fmt: skip
     outputs = _mean([(float(each.output), share) for each, share in zip(requests, shares, strict=True)])
+    ends = {name: (low * means[name], high * means[name]) for name, (low, high) in weights.intervals.items()
+            if name in means}  # fmt: skip
+    tpot = means.get("tpot_s", 0.0)
+    if traffic.concurrency is not None and traffic.benchmark != "inferencex":  # which streams tokens in groups
+        most = load_fit()["streamed_tokens_per_s"]
+        line = outputs * (traffic.concurrency / most - tpot)
+        if line > ends["ttft_s"][1]:
+            ends["ttft_s"] = (ends["ttft_s"][0], line)
+            notes.append(
+                f"the host may limit it: the high end is for one that streams {most:,} tokens/s, the least seen"
+            )
+    low, high = (first + (outputs - 1) * later for first, later in
+                 zip(ends["ttft_s"], ends.get("tpot_s", (0.0, 0.0)), strict=True))  # fmt: skip
+    ends["e2e_s"] = (min(low, means["e2e_s"]), max(high, means["e2e_s"]))
+    times = {
+        name: Estimated(low, means[name], None if load.is_full and name != "tpot_s" else high)
+        for name, (low, high) in ends.items()
+    }
+    low, high = (end / means["e2e_s"] for end in ends["e2e_s"])
     inputs = _mean([(float(each.input), share) for each, share in zip(requests, shares, strict=True)])
     if traffic.concurrency is not None:
         rate = traffic.concurrency * outputs / means["e2e_s"]
@@ -391,9 +401,10 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
             slow = rate if keeps_up else slow
     times["tokens_per_s"] = Estimated(slow, rate, fast)
     times["tokens_per_s_per_gpu"] = Estimated(*(value / answer.gpus for value in (slow, rate, fast)))
-    by_class = _split(step, load.run, requests, weights)
-    mean = _find_mean(load.run, requests, sum(by_class.values()))
-    power = find_server_watts(step.model, layout, answer.device, mean)
+    mean = _find_mean(load.run, requests)
+    by_class = _split(step, mean, inputs - traffic.count_cached(round(inputs)), weights)
+    seconds = sum(by_class.values())
+    power = find_server_watts(step.model, layout, answer.device, mean._replace(seconds=seconds))
     if power is not None:
         times["power_w"] = Estimated(*(watts * answer.gpus / layout.gpus for watts in power))
     price = find_price(answer.device, setup.get("price"))
@@ -402,14 +413,15 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     wh = _spread(times["power_w"].mid / 3600, rate, inputs / outputs) if "power_w" in times else None
     if weights.evidence != "pairing":
         notes.append(_EVIDENCE[weights.evidence])
+    if traffic.speculation is not None or any(traffic.workers):
+        notes.append("speculation and separate workers were not compared with measurements: the interval is a guess")
     found = answer._replace(
         traffic=traffic, times=times, percentiles={name: _find_percentiles(values) for name, values in
                                                    load.kept.items() if values},
         shares=_name_shares(by_class), usd=usd, wh=wh, price=price.source if price is not None else "",
     )  # fmt: skip
     decodes = max(1.0, rate / (layout.replicas * (traffic.workers[1] or 1)) * means.get("tpot_s", means["e2e_s"]))
-    seconds = sum(by_class.values())
-    flops = step.count_flops() * rate / outputs * (inputs - traffic.cached + outputs)
+    flops = step.count_flops() * rate / outputs * (inputs - traffic.count_cached(round(inputs)) + outputs)
     peak = find_format_peak(answer.device.id, max((each.compute for each in step.model.weights), default="") or "bf16")
     return found._replace(
         use={"mfu": flops / (answer.gpus * peak[0]),
@@ -539,23 +551,18 @@ def _is_saturated(run: Run, requests: Sequence[Request]) -> bool:
     return bool(after > 1.5 * before and after > 0.1 * lasted)
 
 
-def _split(step: StepModel, run: Run, requests: Sequence[Request], weights: Weights) -> dict[str, float]:
-    """Seconds of the run's mean step by class: decodes at the mean load, and the prompts that came between."""
-    output = sum(each.output for each in requests) / len(requests)
-    prompt = sum(each.input - each.cached for each in requests) / len(requests)
-    tokens = sum(count for _, count in run.gaps) or len(requests)
-    decodes = max(1.0, tokens / max(1, run.steps))
-    amounts = step.count_tokens(decodes + decodes / output * prompt)
-    heads = step.count_sequences(decodes)
+def _split(step: StepModel, mean: MeanStep, prompt: float, weights: Weights) -> dict[str, float]:
+    """Seconds of the mean step by class, with prompts of so many tokens."""
+    amounts = step.count_tokens(mean.decodes + mean.prompt)
+    heads = step.count_sequences(mean.decodes)
     found = {name: weight * (one + other) for name, weight, one, other in
              zip(CLASSES, weights.values, amounts, heads, strict=True)}  # fmt: skip
     key, state, windows = step.time_keys()
-    length = sum(each.input + each.output / 2 for each in requests) / len(requests)
-    seconds = key * length + state + sum(each * min(length, window) for each, window in windows)
-    found["kv"] = weights.values[CLASSES.index("kv")] * decodes * seconds
+    seconds = key * mean.length + state + sum(each * min(mean.length, window) for each, window in windows)
+    found["kv"] = weights.values[CLASSES.index("kv")] * mean.decodes * seconds
     pair, bounded = step.time_pairs()
-    pairs = pair * prompt * length / 2 + sum(each * prompt * min(window, prompt / 2) for each, window in bounded)
-    found["attention"] = weights.values[CLASSES.index("attention")] * decodes / output * pairs
+    pairs = pair * mean.length / 2 + sum(each * min(window, prompt / 2) for each, window in bounded)
+    found["attention"] = weights.values[CLASSES.index("attention")] * mean.prompt * pairs
     return found
 
 
@@ -568,11 +575,11 @@ def _name_shares(by_class: dict[str, float]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _find_mean(run: Run, requests: Sequence[Request], seconds: float) -> MeanStep:
-    """The run's mean step, of so many seconds."""
+def _find_mean(run: Run, requests: Sequence[Request]) -> MeanStep:
+    """The run's mean step, without its seconds."""
     tokens = sum(count for _, count in run.gaps) or len(requests)
     decodes = max(1.0, tokens / max(1, run.steps))
     outputs = sum(each.output for each in requests)
     prompts = sum(each.input - each.cached for each in requests)
     length = sum(each.input + each.output / 2 for each in requests) / len(requests)
-    return MeanStep(seconds, decodes, length, decodes / outputs * prompts)
+    return MeanStep(0.0, decodes, length, decodes / outputs * prompts)

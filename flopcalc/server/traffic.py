@@ -12,6 +12,8 @@ from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.files import MAX_TOML_BYTES, read_csv, read_text
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import parse_size
+from flopcalc.core.model.config import Source
+from flopcalc.core.model.mtp import count_layers
 from flopcalc.server.schedule import Request
 from flopcalc.server.served import ServedModel
 from flopcalc.server.step import Deployment
@@ -73,7 +75,7 @@ class Traffic(NamedTuple):
     rate: float | None
     requests: tuple[Request, ...]  # of a file
     benchmark: str | None
-    cached: int = 0
+    hit: float = 0  # of each prompt, what the cache holds: tokens, or as a float a share
     users: int = 0
     think_s: float = 0.0
     objectives: tuple[tuple[str, Objective], ...] = ()  # quantity -> its limit
@@ -83,6 +85,10 @@ class Traffic(NamedTuple):
     @property
     def tokens(self) -> int:
         return max((each.input + each.output for each in self.requests), default=self.input.high + self.output.high)
+
+    def count_cached(self, size: int) -> int:
+        """Tokens of a prompt that the cache holds; the last one is always computed."""
+        return min(round(self.hit * size) if isinstance(self.hit, float) else int(self.hit), size - 1)
 
 
 def read_share(value: Any, name: str) -> float:
@@ -128,16 +134,18 @@ def _read_objective(text: str, name: str) -> Objective:
     return Objective(read_seconds(limit, name), at or "p95")
 
 
-def _read_speculation(text: str) -> Speculation:
-    found = re.fullmatch(r"(?:mtp,)?k=(\d+),accept=(\d*\.?\d+%?)", text.replace(" ", ""))
-    if found is None or not int(found[1]):
+def _read_speculation(text: str, source: Source) -> Speculation:
+    found = re.fullmatch(r"(mtp,)?(?:k=(\d+),)?accept=(\d*\.?\d+%?)", text.replace(" ", ""))
+    drafts = 0 if found is None else int(found[2] or (count_layers(source) if found[1] else 0))
+    if found is None or not drafts:
         raise WorkloadError(
-            f"{spell('speculative', text)}: write k=3,accept=0.7: drafts of a step, and the share that is accepted"
+            f"{spell('speculative', text)}: write k=3,accept=0.7: drafts of a step, and the share that is accepted; "
+            "or mtp,accept=0.7 for a model with layers of multi-token prediction: it drafts with all of them"
         )
-    return Speculation(int(found[1]), read_share(found[2], "speculative"))
+    return Speculation(drafts, read_share(found[3], "speculative"))
 
 
-def read_traffic(setup: Setup, model: ServedModel) -> Traffic:
+def read_traffic(setup: Setup, model: ServedModel, source: Source) -> Traffic:
     loads = [name for name in ("concurrency", "rate", "requests", "users") if setup.get(name) is not None]
     if len(loads) > 1:
         raise WorkloadError(f"{' and '.join(map(spell, loads))} each say the load: give one")
@@ -153,7 +161,11 @@ def read_traffic(setup: Setup, model: ServedModel) -> Traffic:
         if setup.get(field) is not None
     )
     workers = _read_workers(setup)
-    speculation = _read_speculation(setup.get("speculative")) if setup.get("speculative") is not None else None
+    speculative = setup.get("speculative")
+    speculation = _read_speculation(speculative, source) if speculative is not None else None
+    text = str(setup.get("prefix_hit", 0))
+    is_share = text.endswith("%") or "." in text
+    hit = read_share(text, "prefix_hit") if is_share else parse_size(text, "prefix_hit", 0)
     if setup.get("requests") is not None:
         if any(value is not None for value in asked.values()):
             given = f"{spell('input_len')} and {spell('output_len')}"
@@ -161,7 +173,9 @@ def read_traffic(setup: Setup, model: ServedModel) -> Traffic:
         if any(workers) or objectives:
             raise WorkloadError(f"{spell('requests')} takes neither objectives nor separate workers")
         none = Lengths(0, 0)
-        return Traffic(none, none, None, None, _read_requests(setup.get("requests")), None, speculation=speculation)
+        return Traffic(
+            none, none, None, None, _read_requests(setup.get("requests")), None, hit, speculation=speculation
+        )
     for name, value in asked.items():
         if value is None:
             raise WorkloadError(f"serving needs {spell(name, 'N')}: tokens of a request")
@@ -171,15 +185,8 @@ def read_traffic(setup: Setup, model: ServedModel) -> Traffic:
         raise WorkloadError(
             f"{prompt.high:,} + {answer.high:,} tokens are more than the {model.longest:,} positions of {model.name}"
         )
-    hit, cached = setup.get("prefix_hit"), 0
-    if hit is not None:
-        is_share = str(hit).endswith("%") or "." in str(hit)
-        cached = (
-            round(read_share(hit, "prefix_hit") * prompt.high) if is_share else parse_size(str(hit), "prefix_hit", 0)
-        )
-        if cached > prompt.high:
-            raise WorkloadError(f"{spell('prefix_hit', hit)} is more than the {prompt.high:,} tokens of a prompt")
-        cached = min(cached, prompt.high - 1)  # the last token is always computed
+    if hit > prompt.high:
+        raise WorkloadError(f"{spell('prefix_hit', text)} is more than the {prompt.high:,} tokens of a prompt")
     concurrency, rate = setup.get("concurrency"), setup.get("rate")
     users = setup.get("users") or 0
     if any(workers) and rate is not None:
@@ -188,7 +195,7 @@ def read_traffic(setup: Setup, model: ServedModel) -> Traffic:
         concurrency = users or 1
     think = read_seconds(str(setup.get("think", "0.001")), "think") if users else 0.0
     return Traffic(
-        prompt, answer, concurrency, rate, (), benchmark, cached, users, think, objectives, speculation, workers
+        prompt, answer, concurrency, rate, (), benchmark, hit, users, think, objectives, speculation, workers
     )
 
 
@@ -223,13 +230,13 @@ def make_requests(traffic: Traffic, layout: Deployment) -> tuple[list[Request], 
     replicas = layout.replicas
     source = random.Random(_SEED)
     if traffic.requests:
-        own = list(traffic.requests[::replicas])
+        own = [each._replace(cached=traffic.count_cached(each.input)) for each in traffic.requests[::replicas]]
         return own, 0, [1.0] * len(own)
     least = _LEAST if traffic.benchmark == "inferencex" else 1.0
 
     def draw(arrival: float | None) -> Request:
         size, output = traffic.input.draw(source, least), traffic.output.draw(source, least)
-        return Request(size, output, arrival, min(traffic.cached, size - 1))
+        return Request(size, output, arrival, traffic.count_cached(size))
 
     if traffic.rate is not None:
         clock, own = 0.0, list[Request]()

@@ -173,7 +173,7 @@ class SetupKeywords(TypedDict, total=False):
     max_batched_tokens: Annotated[Size, Field("Most tokens of one step (default: the engine's).", "engine", "S", "size", "N")]
     max_seqs: Annotated[Size, Field("Most requests that run at once on an attention rank (default: the engine's).", "engine", "S", "size", "N")]
     memory_fraction: Annotated[Number, Field("Share of the memory that the engine takes, as it defines it (default: the engine's).", "engine", "S", "share", "SHARE")]
-    speculative: Annotated[str, Field("Speculative decoding: drafts of a step, and the share of them that is accepted; a draft costs one layer, as in MTP.", "engine", "S", metavar="k=3,accept=0.7")]
+    speculative: Annotated[str, Field("Speculative decoding: drafts of a step, and the share of them that is accepted; mtp,accept=0.7 drafts with the model's own layers.", "engine", "S", metavar="k=3,accept=0.7")]
     disaggregate: Annotated[str, Field("Separate workers for prompts and for decodes, each with the layout that is given.", "engine", "S", metavar="2p4d")]
     engine_args: Annotated[str, Field("Further flags as the engine spells them; unknown ones are named in a note.", "engine", "S", metavar="TEXT")]
     # what trains

@@ -22,7 +22,7 @@ from flopcalc.server.launch import read_launch, write_command
 from flopcalc.server.schedule import Policy, Request, simulate
 from flopcalc.server.served import ServedModel, read_model
 from flopcalc.server.step import CLASSES, Deployment, count_distinct
-from flopcalc.server.traffic import Speculation
+from flopcalc.server.traffic import Lengths, Speculation, Traffic
 
 _ASKED: dict[str, Any] = {"device": "h100", "tp": 1, "input_len": 1024, "output_len": 128, "concurrency": 8}
 
@@ -303,6 +303,8 @@ def test_what_does_not_fit() -> None:
         ({"ttft": "2s@p94"}, "after @ comes p50, p90, p95 or p99"),
         ({"itl": "soon"}, "is not a time such as 2s or 30ms"),
         ({"speculative": "k=3"}, "write k=3,accept=0.7"),
+        ({"speculative": "mtp,accept=0.7"}, "or mtp,accept=0.7 for a model with layers of multi-token prediction"),
+        ({"prefix_hit": "2k"}, "is more than the 1,024 tokens of a prompt"),
         ({"disaggregate": "2x4"}, "write 2p4d"),
         ({"think": "5s"}, "give users=N"),
         ({"engine_args": "--max-model-len 1024"}, "a request has 1,152 tokens: the engine refuses it"),
@@ -472,6 +474,37 @@ def test_an_objective_that_no_load_keeps(load: dict[str, Any]) -> None:
 )
 def test_what_shortens(name: str, fewer: dict[str, Any], more: dict[str, Any]) -> None:
     assert _mid(name, **fewer) < _mid(name, **more)
+
+
+# Tokens of each prompt that the cache holds: a share is of each prompt, and the last token is always computed.
+@pytest.mark.parametrize(
+    ("hit", "size", "cached"), [(512, 2048, 512), (512, 100, 99), (0.6, 1000, 600), (1.0, 1000, 999), (0, 7, 0)]
+)
+def test_cached_tokens_of_a_prompt(hit: float, size: int, cached: int) -> None:
+    lengths = Lengths(size, size)
+    assert Traffic(lengths, lengths, 1, None, (), None, hit).count_cached(size) == cached
+
+
+# A host that streams every token by itself may be the limit: 512 requests x 1,024 tokens at 9,000 a second.
+@pytest.mark.parametrize(("changes", "is_host"), [({}, True), ({"benchmark": "inferencex"}, False), ({"tp": 1}, False)])
+def test_a_host_that_streams_slowly(changes: dict[str, Any], is_host: bool) -> None:
+    load = {"input_len": 64, "output_len": 1024, "concurrency": 512 if changes != {"tp": 1} else 64}
+    found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "tp": 8, "engine": "trtllm", **load, **changes})
+    ttft, tpot = found.times["ttft_s"], found.times["tpot_s"]
+    assert any("streams 9,000 tokens/s" in note for note in found.notes) is is_host
+    if is_host:
+        assert ttft.high == pytest.approx(1024 * (512 / 9000 - tpot.mid))
+        assert found.times["e2e_s"].high == pytest.approx((ttft.high or 0) + 1023 * (tpot.high or 0))
+
+
+def test_own_layers_draft() -> None:
+    """DeepSeek-R1 has one layer of multi-token prediction."""
+    asked = {"device": "b200", "tp": 8, "input_len": 1024, "output_len": 128}
+    found = [
+        flopcalc.serving("deepseek-r1", **asked, speculative=text).traffic.speculation
+        for text in ("mtp,accept=0.8", "k=1,accept=0.8")
+    ]
+    assert found == [Speculation(1, 0.8)] * 2
 
 
 def test_separate_workers_count_as_gpus() -> None:
