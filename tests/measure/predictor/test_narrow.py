@@ -47,9 +47,9 @@ def _has_sdpa(preset: str) -> bool:
 
 
 OTHER_KINDS = {
-    "albert", "bart", "beit", "bert", "camembert", "clip", "deberta-v2", "deit", "dinov2", "dinov3_vit", "distilbert", "electra",
-    "esm", "m2m_100", "marian", "mbart", "modernbert", "mpnet", "mt5", "pegasus", "roberta", "siglip", "t5", "umt5", "vit", "whisper",
-    "xlm-roberta",
+    "albert", "bart", "beit", "bert", "camembert", "clip", "deberta-v2", "deit", "dinov2", "dinov3_vit",
+    "distilbert", "electra", "esm", "m2m_100", "marian", "mbart", "modernbert", "mpnet", "mt5", "pegasus",
+    "roberta", "siglip", "t5", "umt5", "vit", "whisper", "xlm-roberta",
 }  # fmt: skip
 
 
