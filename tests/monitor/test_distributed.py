@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,8 @@ from places import ROOT
 from ranks import DEADLINE_S, Rank, Talk, run_ranks
 
 import flopcalc
+from flopcalc.monitor.place import find_layout
+from flopcalc.monitor.settings import Settings
 
 PEAK = 1e18  # of one rank
 ROWS = 4
@@ -431,12 +434,11 @@ def drop_mask(module: Any, given: Any, named: dict[str, Any]) -> Any:  # noqa: A
     return given, {**named, "attention_mask": None}
 
 
-def train_context_parallel(talk: Talk, store: Any, folder: str, kind: str) -> Outcome:  # noqa: ARG001
+def train_context_parallel(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
     """torch's own context parallelism cuts the batch and replaces the attention."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -449,10 +451,7 @@ def train_context_parallel(talk: Talk, store: Any, folder: str, kind: str) -> Ou
         model = build({**CONFIG, "num_key_value_heads": 4})
         for layer in model.model.layers:
             layer.self_attn.register_forward_pre_hook(drop_mask, with_kwargs=True)
-        if kind == "fsdp2":  # as torchtitan and accelerate do: over both axes, as one of a name of their own
-            fully_shard(model, mesh=mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
-        else:
-            model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model)
 
         def run() -> Any:
             ids, labels, positions = whole.clone(), whole.clone(), torch.arange(32)[None]
@@ -463,15 +462,26 @@ def train_context_parallel(talk: Talk, store: Any, folder: str, kind: str) -> Ou
 
         return model, run
 
-    return train_twice(folder, settings(**({} if kind == "fsdp2" else {"context_parallel": 2})), make)
+    return train_twice(folder, settings(context_parallel=2), make)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_context_parallel(tmp_path: Path, kind: str) -> None:
-    with run_ranks(2, train_context_parallel, str(tmp_path), kind) as ranks:
+def test_context_parallel(tmp_path: Path) -> None:
+    with run_ranks(2, train_context_parallel, str(tmp_path)) as ranks:
         found = hear_all(ranks)
     check_machine(found[0].metrics, count(32, config={**CONFIG, "num_key_value_heads": 4}), ROWS * 32, 2)
+
+
+def test_a_context_axis_inside_the_axis_of_fsdp() -> None:
+    """torchtitan and accelerate flatten both into one, whose root still tells them apart."""
+    root = SimpleNamespace(mesh_dim_names=("dp_shard", "cp"), shape=(3, 2))
+    mesh = SimpleNamespace(mesh_dim_names=("dp_shard_cp",), shape=(6,), ndim=1, _get_root_mesh=lambda: root)
+    cut = SimpleNamespace(is_replicate=lambda: False, is_partial=lambda: False)
+    weight = SimpleNamespace(device_mesh=mesh, placements=(cut,), ndim=2)
+    model = SimpleNamespace(modules=list, parameters=lambda: [weight])
+    said: list[str] = []
+    assert find_layout(Settings(), model, lambda message, _=None: said.append(message)) == (1, 2, 1)
+    assert said == []
 
 
 def train_pipeline(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
