@@ -16,8 +16,8 @@ Json = dict[str, Any]
 _NOT_GIVEN = ("model_type", "expand_timesteps")  # what no class takes
 # A mask is a choice there.
 _UNMASKED = (
-    "ControlNetModel", "Krea2Transformer2DModel", "LatteTransformer3DModel", "PixArtTransformer2DModel",
-    "UNet2DConditionModel",
+    "ControlNetModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
+    "PixArtTransformer2DModel", "UNet2DConditionModel", "UNet3DConditionModel", "UNetMotionModel",
 )  # fmt: skip
 # Keys that hold the width of the text's embeddings; the first that a config sets.
 _TEXT_WIDTHS = (
@@ -139,6 +139,8 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         "img_shapes": [[(s["t"], s["h"], s["w"])]] * s["b"],
         "img_mask": torch.cat([s.zeros(1, "n"), s.ones(1, s["p"] // 4)], dim=1).bool(),
     },
+    "UNetMotionModel": lambda s: {"encoder_hidden_states": s.noise(s["b"] * s["t"], "n", "cross_attention_dim")},
+    "UNetSpatioTemporalConditionModel": lambda s: {"added_time_ids": s.noise("b", 3)},
     "PriorTransformer": lambda s: {"proj_embedding": s.noise("b", "embedding_dim")},
     "OmniGenTransformer2DModel": lambda s: {
         "input_ids": s.zeros("b", "n"),
@@ -260,7 +262,9 @@ def make_denoiser_inputs(
         given["encoder_hidden_states_image"] = torch.randn(*shape, config["image_dim"], **place)
     if config.get("expand_timesteps"):
         patch = 1
-        for side in config.get("patch_size", (1,)) if name == "WanTransformer3DModel" else ():
+        for side in (
+            config.get("patch_size", (1,)) if name in ("SanaVideoTransformer3DModel", "WanTransformer3DModel") else ()
+        ):
             patch *= side
         given["timestep"] = torch.ones(batch, t * h * w // patch, **place)
     if "txt_ids" in taken:

@@ -271,6 +271,27 @@ TINY: dict[str, dict[str, Any]] = {
         "down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
         "attention_head_dim": 4, "norm_num_groups": 4,
     },
+    "Kandinsky3UNet": {
+        "block_out_channels": [16, 16, 32, 32], "layers_per_block": 2, "cross_attention_dim": 10, "encoder_hid_dim": 14,
+        "groups": 4, "attention_head_dim": 4, "time_embedding_dim": 12,
+    },
+    "UNetSpatioTemporalConditionModel": {
+        "block_out_channels": [32, 64], "layers_per_block": 1, "cross_attention_dim": 10, "in_channels": 4,
+        "down_block_types": ["CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"],
+        "up_block_types": ["UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"], "num_attention_heads": [2, 4],
+        "addition_time_embed_dim": 6, "projection_class_embeddings_input_dim": 18,
+    },
+    "UNet3DConditionModel": {
+        "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10, "norm_num_groups": 4,
+        "down_block_types": ["CrossAttnDownBlock3D", "DownBlock3D"],
+        "up_block_types": ["UpBlock3D", "CrossAttnUpBlock3D"], "attention_head_dim": 4,
+    },
+    "UNetMotionModel": {
+        "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10, "norm_num_groups": 4,
+        "down_block_types": ["CrossAttnDownBlockMotion", "DownBlockMotion"],
+        "up_block_types": ["UpBlockMotion", "CrossAttnUpBlockMotion"], "num_attention_heads": 2,
+        "motion_num_attention_heads": 4, "motion_max_seq_length": 8,
+    },
     "UNet2DConditionModel": {
         "sample_size": 8, "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10,
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
@@ -295,6 +316,10 @@ TINY_VAES: dict[str, dict[str, Any]] = {
     },
     "AutoencoderKLWan": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
     "AutoencoderKLQwenImage": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
+    "AutoencoderKLQwenImage21": {
+        "base_dim": 4, "decoder_base_dim": 6, "z_dim": 2, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "in_channels": 3,
+        "temperal_downsample": [False, True], "out_channels": 3,
+    },
     "VQModel": {
         "block_out_channels": [32, 64, 32], "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2,
         "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D"],
@@ -318,12 +343,18 @@ IMAGES = (
     "AutoencoderDC",
     "VQModel",
     "AutoencoderKLHunyuanImage",
+    "AutoencoderKLQwenImage21",
 )  # what takes no videos
 # Autoencoders whose images have sides of 16 pixels at least, or whose batch is one video.
 LATER_VAES: dict[str, dict[str, Any]] = {
     "AutoencoderKLLTX2Video": {
         "latent_channels": 6, "block_out_channels": [8, 16, 32, 64], "decoder_block_out_channels": [16, 32, 64],
         "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1],
+    },
+    "AutoencoderKLMochi": {
+        "encoder_block_out_channels": [32, 32, 64], "decoder_block_out_channels": [64, 32, 64], "latent_channels": 2,
+        "layers_per_block": [1, 2, 1, 1], "temporal_expansions": [1, 3], "spatial_expansions": [2, 2],
+        "add_attention_block": [False, True, True, True],
     },
     "AutoencoderKLMagvit": {
         "latent_channels": 2, "block_out_channels": [4, 8, 8, 16], "layers_per_block": 1, "norm_num_groups": 2,
@@ -434,6 +465,34 @@ MORE: dict[str, list[dict[str, Any]]] = {
             **TINY["UNet2DConditionModel"], "class_embed_type": "projection",
             "projection_class_embeddings_input_dim": 6,
         },
+    ],
+    "Kandinsky3UNet": [{**TINY["Kandinsky3UNet"], "layers_per_block": 3, "cross_attention_dim": 8}],
+    "UNetSpatioTemporalConditionModel": [
+        {
+            **TINY["UNetSpatioTemporalConditionModel"], "block_out_channels": [32, 64, 32], "layers_per_block": 2,
+            "down_block_types": ["DownBlockSpatioTemporal"] + ["CrossAttnDownBlockSpatioTemporal"] * 2,
+            "up_block_types": ["CrossAttnUpBlockSpatioTemporal"] * 2 + ["UpBlockSpatioTemporal"],
+            "num_attention_heads": [1, 2, 4], "transformer_layers_per_block": [1, 2, 1],
+        },
+    ],
+    "UNet3DConditionModel": [
+        {
+            **TINY["UNet3DConditionModel"], "block_out_channels": [8, 16, 16], "layers_per_block": 2,
+            "down_block_types": ["DownBlock3D", "CrossAttnDownBlock3D", "CrossAttnDownBlock3D"],
+            "up_block_types": ["CrossAttnUpBlock3D", "CrossAttnUpBlock3D", "UpBlock3D"], "time_cond_proj_dim": 6,
+        },
+    ],
+    "UNetMotionModel": [
+        {
+            **TINY["UNetMotionModel"], "block_out_channels": [8, 16, 16], "layers_per_block": 2,
+            "down_block_types": ["DownBlockMotion", "CrossAttnDownBlockMotion", "CrossAttnDownBlockMotion"],
+            "up_block_types": ["CrossAttnUpBlockMotion", "CrossAttnUpBlockMotion", "UpBlockMotion"],
+            "num_attention_heads": [1, 2, 4], "motion_num_attention_heads": [2, 4, 8], "use_linear_projection": True,
+            "transformer_layers_per_block": [1, 2, 1], "temporal_transformer_layers_per_block": [1, 2, 1],
+            "temporal_transformer_layers_per_mid_block": 2, "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 2, "projection_class_embeddings_input_dim": 18,
+        },
+        {**TINY["UNetMotionModel"], "use_motion_mid_block": False, "time_cond_proj_dim": 6},
     ],
     "WanTransformer3DModel": [
         {**TINY["WanTransformer3DModel"], "in_channels": 9, "image_dim": 7, "added_kv_proj_dim": 24},
@@ -581,7 +640,8 @@ def find_vae_differences(
     batch, t, h, w = size
     widths = ("vq_embed_dim", "latent_channels", "z_dim")
     channels = 3 if side == "encode" else next(config[key] for key in widths if key in config)
-    given = torch.randn(batch, channels, h, w) if name in IMAGES else torch.randn(batch, channels, t, h, w)
+    flat = name in IMAGES and name != "AutoencoderKLQwenImage21"
+    given = torch.randn(batch, channels, h, w) if flat else torch.randn(batch, channels, t, h, w)
     times = [torch.ones(batch)] if config.get("timestep_conditioning") and side == "decode" else []
     more: dict[str, Any] = {"force_not_quantize": True} if name == "VQModel" and side == "decode" else {}
     if name == "AutoencoderKLTemporalDecoder":  # frames are images

@@ -162,6 +162,7 @@ class PipelineEstimator(Estimator):
                     {"videos": (places,) * batch} if samples else {"grids": ((frames, height, width),) * batch}
                 )
                 estimate = part.estimator.estimate(Workload(batch, 0, phase="forward", **sides))
+                estimate *= pipeline.decoded if pipeline is not None and samples else 1
                 given, encoded = (
                     pipeline.count_given(frames, strength, bool(guided)) if pipeline is not None else (0, 0)
                 )

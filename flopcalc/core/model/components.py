@@ -18,7 +18,7 @@ _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
-    "perturbed", "vae", "multiple",
+    "perturbed", "vae", "multiple", "merged", "decoded",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -87,7 +87,7 @@ class Pipeline(Value):
     def list_uncounted(self, config: Mapping[str, object]) -> list[str]:
         """Parts of a pipeline that nothing describes, in words."""
         known = {self.denoiser, self.second, self.vae, SCHEDULER, *(name for name, _ in self.encoders)}
-        known |= {*self.image_encoders, *self.beside}
+        known |= {*self.image_encoders, *self.beside, *self.tables.get("merged", ())}
         return [
             f"{name} ({part.get('_class_name')}) is not counted"
             for name, part in config.items()
@@ -98,6 +98,11 @@ class Pipeline(Value):
     def passes(self) -> int:
         """Runs of the denoiser in a step with guidance."""
         return int(self.tables.get("passes", 2))
+
+    @property
+    def decoded(self) -> int:
+        """Images that the VAE makes for one of the denoiser's."""
+        return int(self.tables.get("decoded", 1))
 
     @property
     def references(self) -> int:
@@ -175,10 +180,13 @@ class Pipeline(Value):
         )
         return given, encoded
 
-    def list_passed(self) -> dict[str, bool]:
+    def list_passed(self) -> dict[str, Any]:
         """Keys that the denoiser's config gets from the pipeline: they say how it is called."""
         passed = self.tables.get("passed", {})
-        return {key: evaluate_truth(str(text), self.values) for key, text in passed.items()}
+        try:
+            return {key: evaluate(str(text), self.values) for key, text in passed.items()}
+        except MissingNameError as error:
+            raise ConfigError(f"{self.name}: missing key {error.name!r}, needed for its {self.denoiser}") from None
 
     def encodes_negative(self) -> bool:
         """Whether guidance encodes a second, empty prompt."""

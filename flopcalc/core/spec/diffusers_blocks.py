@@ -1,19 +1,18 @@
 """Convolutional networks of diffusers as lists of their blocks, which their specs read as keys of the config.
 
-A block of a UNet is [kind, path, channels in, channels out, level, heads, width of the text]; level 1 has half the
-height and width of the latents. A block of an autoencoder is an object: kind, path, channels `before` and `c`, kernel;
-half 0 encodes pixels, 1 decodes latents; up, down and pace are the factors of size and of time.
+A block is an object: kind, path, channels `before` and `c`, kernel; half 0 encodes pixels, 1 decodes latents; up, down
+and pace are the factors of size and of time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.base.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
-Block = Any  # a list, or of autoencoders a dict
+Block = dict[str, Any]
 MAX_BLOCKS = 16
 MAX_LAYERS = 1000
 
@@ -41,19 +40,6 @@ def _spread(value: object, many: int, key: str, most: int = 10**6) -> list[int]:
 
 
 # --- Autoencoders -----------------------------------------------------------------------------------------------------
-class _Style(NamedTuple):
-    """How an autoencoder of the usual form names and sizes its parts."""
-
-    kernel: int  # elements of a convolution's kernel
-    wrap: str  # the suffix of a convolution's name
-    sample_kernel: int  # of what makes the image smaller or larger
-    sample_wrap: str
-    norm: str
-    attends: bool
-    down: tuple[tuple[int, int], ...]  # (size, time) factor after each block except the last
-    up: tuple[tuple[int, int], ...]
-
-
 class _Network:
     """One side of an autoencoder while it is listed."""
 
@@ -73,81 +59,6 @@ class _Network:
         else:
             self.down *= size
         self.pace *= time
-
-
-def _list_usual(lookup: Lookup, style: _Style) -> list[Block]:
-    channels = _read_list(lookup, "block_out_channels")
-    layers = _read_whole(lookup("layers_per_block"), "layers_per_block", MAX_LAYERS)
-    latent, pixels, outputs = (
-        _read_whole(lookup(key), key) for key in ("latent_channels", "in_channels", "out_channels")
-    )
-    kernel, wrap = style.kernel, style.wrap
-    found: list[Block] = []
-
-    def add_middle(network: _Network, width: int) -> None:
-        network.add("resnet", "mid_block.resnets.0", width, width, kernel)
-        if style.attends:
-            network.add("attention", "mid_block.attentions.0", width, width)
-        network.add("resnet", "mid_block.resnets.1", width, width, kernel)
-
-    encoder = _Network(found, 0, "encoder")
-    encoder.add("conv", f"conv_in{wrap}", pixels, channels[0], kernel)
-    before = channels[0]
-    for block, width in enumerate(channels):
-        for layer in range(layers):
-            encoder.add("resnet", f"down_blocks.{block}.resnets.{layer}", before, width, kernel)
-            before = width
-        if block < len(style.down) and style.down[block] != (1, 1):
-            encoder.sample(*style.down[block])
-            name = f"down_blocks.{block}.downsamplers.0.conv{style.sample_wrap}"
-            encoder.add("conv", name, width, width, style.sample_kernel)
-    add_middle(encoder, before)
-    encoder.add("norm", style.norm, before, before)
-    encoder.add("conv", f"conv_out{wrap}", before, 2 * latent, kernel)
-    if lookup("use_quant_conv"):
-        encoder.path = ""
-        encoder.add("conv", "quant_conv", 2 * latent, 2 * latent)
-    decoder = _Network(found, 1, "")
-    if lookup("use_post_quant_conv"):
-        decoder.add("conv", "post_quant_conv", latent, latent)
-    decoder.path = "decoder"
-    before = channels[-1]
-    decoder.add("conv", f"conv_in{wrap}", latent, before, kernel)
-    add_middle(decoder, before)
-    for block, width in enumerate(reversed(channels)):
-        for layer in range(layers + 1):
-            decoder.add("resnet", f"up_blocks.{block}.resnets.{layer}", before, width, kernel)
-            before = width
-        if block < len(style.up) and style.up[block] != (1, 1):
-            decoder.sample(*style.up[block])
-            name = f"up_blocks.{block}.upsamplers.0.conv{style.sample_wrap}"
-            decoder.add("conv", name, width, width, style.sample_kernel)
-    decoder.add("norm", style.norm, before, before)
-    decoder.add("conv", f"conv_out{wrap}", before, outputs, kernel)
-    return found
-
-
-def list_cogvideox_vae(lookup: Lookup) -> list[Block]:
-    """Blocks of an AutoencoderKLCogVideoX: the first blocks halve the time too."""
-    many = len(_read_list(lookup, "block_out_channels"))
-    levels = _read_whole(lookup("temporal_compression_ratio"), "temporal_compression_ratio").bit_length() - 1
-    steps = tuple((2, 2 if block < levels else 1) for block in range(many - 1))
-    return _list_usual(lookup, _Style(27, ".conv", 9, "", "norm_out", False, steps, steps))
-
-
-def list_hunyuan_vae(lookup: Lookup) -> list[Block]:
-    """Blocks of an AutoencoderKLHunyuanVideo: the last blocks halve the time, those that decode double it there too."""
-    many = len(_read_list(lookup, "block_out_channels"))
-    sizes, times = (
-        _read_whole(lookup(f"{kind}_compression_ratio"), f"{kind}_compression_ratio").bit_length() - 1
-        for kind in ("spatial", "temporal")
-    )
-    steps = tuple(
-        (2 if block < sizes else 1, 2 if many - 1 - times <= block < many - 1 else 1) for block in range(many)
-    )
-    return _list_usual(
-        lookup, _Style(27, ".conv", 27, ".conv", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps)
-    )
 
 
 def list_wan_vae(lookup: Lookup) -> list[Block]:
@@ -385,8 +296,6 @@ def list_dc_vae(lookup: Lookup) -> list[Block]:
 
 
 NETWORKS: dict[str, Callable[[Lookup], list[Block]]] = {
-    "cogvideox_vae_blocks": list_cogvideox_vae,
-    "hunyuan_vae_blocks": list_hunyuan_vae,
     "wan_vae_blocks": list_wan_vae,
     "ltx_vae_blocks": list_ltx_vae,
     "dc_vae_blocks": list_dc_vae,

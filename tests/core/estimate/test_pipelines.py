@@ -180,6 +180,11 @@ def test_old_names_of_classes_are_known() -> None:
         ({"_class_name": "AutoencoderKL"}, {"images": [(64, 64)]}, "part of other models"),
         ({"_class_name": "WuerstchenDecoderPipeline"}, {}, "pipeline 'WuerstchenDecoderPipeline' is not described"),
         ({"_class_name": "FluxPipeline"}, {}, "needs its transformer's config"),
+        (
+            {"_class_name": "AnimateDiffPipeline", "unet": {"_class_name": "UNet2DConditionModel"}},
+            {"videos": [(64, 64, 4)], "sampling_steps": 1},
+            "missing key 'unet.motion_num_attention_heads', needed for its unet",
+        ),
         ({"num_layers": 2, "_use_default_values": []}, {"images": [(64, 64)]}, "without its class"),
     ],
 )

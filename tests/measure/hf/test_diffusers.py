@@ -52,7 +52,8 @@ TARGETS = {
 }
 FRAMES = (
     "Allegro", "AnyFlow", "Chrono", "CogVideoX", "Cosmos", "EasyAnimate", "HunyuanVideo", "JoyImageEditTransformer",
-    "Kandinsky5", "LTX2Video", "LTXVideo", "Latte", "Mochi", "SanaVideo", "SkyReels", "Wan",
+    "Kandinsky5", "LTX2Video", "LTXVideo", "Latte", "Mochi", "SanaVideo", "SkyReels", "UNet3D", "UNetMotion",
+    "UNetSpatio", "Wan",
 )  # fmt: skip
 CONFIGS = {f"{name} {i}": (name, config) for name in TINY for i, config in enumerate((TINY[name], *MORE.get(name, [])))}
 SPECS = {name: find_spec(name) for name in TINY}
@@ -74,6 +75,8 @@ def find_text(name: str, config: dict[str, Any], usual: int = 5) -> int:
 
 
 def make_grid(name: str, size: int) -> tuple[int, int, int]:
+    if name == "Kandinsky3UNet":  # three halvings
+        size *= 4
     return 3 if name.startswith(FRAMES) else 1, size, size
 
 

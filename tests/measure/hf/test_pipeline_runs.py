@@ -121,7 +121,7 @@ class Case:
             found[self.video] = [picture] * self.frames
         elif self.frames:
             found[self.length] = self.frames
-        if self.scale:
+        if self.scale and self.scale != "guider":
             key = "guidance_scale" if self.scale in ("always", "zero", "qwen") else self.scale
             found[key] = 4.0 if guided else 1.0 - (self.scale == "zero")
         return found
@@ -689,11 +689,13 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
     given = {
         each.name: None for each in needed.values() if each.name != "self" and each.default is inspect.Parameter.empty
     }
-    if case.name.startswith("StableDiffusionXL"):  # its width is read
+    if case.name.startswith(("StableDiffusionXL", "AnimateDiffSDXL")):  # its width is read
         config = transformers.CLIPTextConfig(**TINY_TEXT["CLIPTextModelWithProjection"])
         given["text_encoder_2"] = transformers.CLIPTextModelWithProjection(config)
     if "low_res_scheduler" in given:
         given["low_res_scheduler"] = diffusers.DDPMScheduler()
+    if case.scale == "guider":
+        given["guider"] = diffusers.ClassifierFreeGuidance(enabled=guided)
     pipeline = kind(**{**given, **parts, **{key: part for key, part in case.set.items() if key in needed}})
     for key, value in case.set.items():
         setattr(pipeline, key, value)
