@@ -132,7 +132,7 @@ class KindsRunner(Runner):
         made = make_inputs(example, self.model.config, work, estimator)
         inputs = {name: each.to(device, dtype if each.is_floating_point() else None) for name, each in made.items()}
         cast = torch.float16 if asked.get("autocast") == "fp16" else torch.bfloat16
-        scaler = torch.amp.GradScaler(device) if cast == torch.float16 else None  # type: ignore[attr-defined]
+        scaler = torch.amp.GradScaler(device) if cast == torch.float16 else None
         scale = scaler.scale if scaler is not None else lambda loss: loss
         inner = make_pass(self.model, called, example, inputs, estimator.has_decoder, trains, scale)
         if trains:
@@ -176,7 +176,7 @@ class KindsRunner(Runner):
         probe = self._get_probe(case)
         probed = [probe() for _ in range(6)][1:]
 
-        class Watch(TrainerCallback):  # type: ignore[misc]
+        class Watch(TrainerCallback):
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 if len(ends) in (9, steps - 1):
                     torch.cuda.synchronize() if torch.cuda.is_available() else None

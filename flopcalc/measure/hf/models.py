@@ -268,6 +268,7 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
             raise ValueError("lora trains its adapters alone: train_only contradicts it")
         targets = lora["targets"]
         bare = [name.removeprefix(PARAMETER) for name in targets if name.startswith(PARAMETER)]
+        named: dict[str, Any] = {"target_parameters": bare} if bare else {}  # older peft has none
         model = get_peft_model(
             model,
             LoraConfig(
@@ -275,7 +276,7 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
                 target_modules="all-linear"
                 if "all-linear" in targets
                 else [name for name in targets if not name.startswith(PARAMETER)],
-                **({"target_parameters": bare} if bare else {}),
+                **named,
                 exclude_modules=[name for name, _ in model.named_modules() if _matches(name, lora.get("exclude", ()))],
                 modules_to_save=list(lora["save"]) if lora.get("save") else None,
                 lora_dropout=0.0,
