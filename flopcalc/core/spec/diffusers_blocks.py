@@ -12,7 +12,7 @@ from typing import Any
 from flopcalc.base.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
-Block = dict[str, Any]
+Block = Any  # an object, as the text above says
 MAX_BLOCKS = 16
 MAX_LAYERS = 1000
 
