@@ -69,6 +69,7 @@ def find_weights(model: str, engine: str, version: str, device_id: str, has_expe
         evidence = "engine and GPU"
     elif generation and any(name.endswith(f"· {engine}") for name in fit["pairings"]):
         evidence = "engine"
-    ends = fit["intervals"][evidence]
-    intervals = {"ttft_s": tuple(ends["ttft_s"]), "tpot_s": tuple(ends["tpot_s" + " of experts" * has_experts])}
+    keys = {"ttft_s": "ttft_s", "tpot_s": "tpot_s" + " of experts" * has_experts}
+    ends = {name: fit["intervals"][evidence][key] for name, key in keys.items()}
+    intervals = {name: (float(low), float(high)) for name, (low, high) in ends.items()}
     return Weights(tuple(math.exp(log) for log in logs), evidence, intervals)
