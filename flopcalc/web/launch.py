@@ -21,7 +21,7 @@ def read_launch_file(name: str, text: str, page: Page) -> dict[str, Any]:
     with put_files([(plain, text)]) as folder:
         path = os.path.join(folder, plain)
         taken = read_launch(path, is_alone=True).taken
-        has_model = "model" in taken
+        has_model = "model" in taken and isinstance(taken["model"].value, str)  # else sizes: the page's own stays
         if has_model:
             check_name(taken["model"].value, f"{taken['model'].key}: ")
         given = {name: page.fields[name] for name in ("objective",) if name in page.fields}
