@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from flopcalc.hardware.tiles import find_tiles
 from flopcalc.measure.predictor.fit.attention import fit_attention
-from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
+from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, make_machine, model_cases
+from flopcalc.measure.predictor.fit.choices import ROUNDED_ERROR, START_GAPS_S
 from flopcalc.measure.predictor.fit.clock import (
     fit_compiled,
-    fit_gap,
     fit_gaps_and_power,
     fit_slowdown,
+    read_bound_step,
     scale_to_full_clock,
 )
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.predictor import fit_host_part
 from flopcalc.measure.predictor.fit.products import fit_adapters, fit_products
+from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits
 from flopcalc.prediction.kernels.attention import IN_WAVES
 from flopcalc.prediction.kernels.constants import Constants
 from flopcalc.prediction.kernels.products import ProductShape
@@ -73,3 +76,18 @@ def _fit_waves(
     points = join_points(read_points(cases), read_single_calls(calls)).attention
     fitted = fit_attention([point for point in points if point.mask in IN_WAVES], units)
     return {kernel: table | fitted.get(kernel, {}) for kernel, table in constants["attention"].items()}
+
+
+def fit_gap(cases: Sequence[ModelledCase], constants: Constants) -> float | None:
+    """Seconds between kernels of training steps, at a clock that is known; None if no step has one."""
+    machine = make_machine(constants)
+    found = [step for each in cases if (step := read_bound_step(each, machine))]
+    steps = [step for step in found if step.mode == "train"]
+    if not steps:
+        return None
+
+    def list_errors(values: Sequence[float]) -> list[float]:
+        return [math.log(step.predict(constants["power"], values[0]) / step.seconds) for step in steps]
+
+    (gap_s,) = round_digits(fit_positive(list_errors, (START_GAPS_S["train"],), ROUNDED_ERROR))
+    return gap_s

@@ -142,7 +142,7 @@ class BoundStep(NamedTuple):
 def fit_gaps_and_power(cases: Sequence[ModelledCase], constants: Constants) -> tuple[dict[str, float], list[float]]:
     """Seconds between kernels, with gradients and without, and how the power limit lowers the clock."""
     machine = make_machine(constants)
-    steps = [step for each in cases if (step := _read_bound_step(each, machine))]
+    steps = [step for each in cases if (step := read_bound_step(each, machine))]
     if not steps:
         return dict(START_GAPS_S), list(NO_POWER_LIMIT)
     modes = list(START_GAPS_S)
@@ -155,22 +155,7 @@ def fit_gaps_and_power(cases: Sequence[ModelledCase], constants: Constants) -> t
     return dict(zip(modes, values[2:], strict=True)), values[:2]
 
 
-def fit_gap(cases: Sequence[ModelledCase], constants: Constants) -> float | None:
-    """Seconds between kernels of training steps, at a clock that is known; None if no step has one."""
-    machine = make_machine(constants)
-    found = [step for each in cases if (step := _read_bound_step(each, machine))]
-    steps = [step for step in found if step.mode == "train"]
-    if not steps:
-        return None
-
-    def list_errors(values: Sequence[float]) -> list[float]:
-        return [math.log(step.predict(constants["power"], values[0]) / step.seconds) for step in steps]
-
-    (gap_s,) = round_digits(fit_positive(list_errors, (START_GAPS_S["train"],), ROUNDED_ERROR))
-    return gap_s
-
-
-def _read_bound_step(each: ModelledCase, machine: Machine) -> BoundStep | None:
+def read_bound_step(each: ModelledCase, machine: Machine) -> BoundStep | None:
     """A step that the device bounds beyond doubt, because it was busy nearly all of the time; None for others."""
     case, mode = each.case, name_mode(each.case["phase"])
     is_plain = not case["compiled"] and case["phase"] != "decode" and case["recompute"] == "none"
