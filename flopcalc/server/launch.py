@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 from flopcalc.base.errors import WorkloadError
+from flopcalc.base.spelling import spell
 from flopcalc.server.engines import Engine, load_table, split_words
 from flopcalc.server.step import Deployment
 
@@ -22,7 +23,7 @@ def read_launch(line: str) -> dict[str, Any]:
     engine = _PROGRAMS.get(words[0].rpartition("/")[2]) if words else None
     if engine is None:
         raise WorkloadError(
-            "--launch: the line starts with vllm serve, python -m sglang.launch_server or trtllm-serve, not "
+            f"{spell('launch')}: the line starts with vllm serve, python -m sglang.launch_server or trtllm-serve, not "
             f"{words[0] if words else 'nothing'!r}"
         )
     words = words[2:] if words[1:2] == ["serve"] else words[1:]
