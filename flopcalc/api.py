@@ -6,7 +6,6 @@ All of them take the same keywords, `SetupKeywords` in flopcalc/setup/fields.py;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flopcalc.base.data import describe_install
@@ -37,10 +36,9 @@ def _lists_keywords(command: Command) -> Callable[[_Function], _Function]:
     for name, field in list_fields(command).items():
         if name not in BESIDE or command != "estimate":
             groups.setdefault(GROUPS[field.group], []).append(KEYWORDS.get(name, name))
-    lines = [f"- {group}: {', '.join(names)}" for group, names in groups.items()]
+    listed = "\n".join(f"    - {group}: {', '.join(names)}" for group, names in groups.items())
 
     def add(function: _Function) -> _Function:
-        listed = "\n".join(fill(line, 116, initial_indent="    ", subsequent_indent="      ") for line in lines)
         function.__doc__ = f"{function.__doc__}\n    Keywords (`flopcalc schema` describes each):\n\n{listed}\n    "
         return function
 

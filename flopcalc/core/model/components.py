@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.units import parse_exact
 from flopcalc.core.spec.coverage import list_pipelines
-from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth
+from flopcalc.core.spec.expressions import MissingNameError, Number, evaluate, evaluate_truth
 from flopcalc.core.spec.merge import check_keys
 from flopcalc.core.spec.spec import find_spec
 
@@ -172,7 +172,7 @@ class Pipeline(Value):
 
     def count_given(self, frames: int, strength: float | None = None, guided: bool = False) -> tuple[int, int]:
         """Frames of what the VAE encodes for the denoiser (an image, or a whole video), and how many of these."""
-        share = Fraction(1 if strength is None else str(strength))
+        share = 1 if strength is None else parse_exact(str(strength), "strength")
         values = self.values.with_text(0, frames, share, guided)
         given, encoded = (
             _check_whole(evaluate(str(self.tables.get(key, default)), values), key)
@@ -211,15 +211,13 @@ class PipelineNames:
         defaults: Mapping[str, object],
         text: int = 0,
         frames: int = 1,
-        strength: int | Fraction = 1,
+        strength: Number = 1,
         guided: bool = False,
     ) -> None:
         self._config, self._defaults = config, defaults
         self._sizes = {"text": text, "frames": frames, "strength": strength, "guided": guided}
 
-    def with_text(
-        self, text: int, frames: int = 1, strength: int | Fraction = 1, guided: bool = False
-    ) -> PipelineNames:
+    def with_text(self, text: int, frames: int = 1, strength: Number = 1, guided: bool = False) -> PipelineNames:
         return PipelineNames(self._config, self._defaults, text, frames, strength, guided)
 
     def find(self, name: str) -> Any:
