@@ -316,9 +316,15 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # T2I-Adapters, which pipelines run once; name -> config.
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "full": {"channels": [8, 16, 16, 24], "num_res_blocks": 1},
-    "light": {"channels": [8, 16, 16], "num_res_blocks": 2, "adapter_type": "light_adapter"},
-    "xl": {"channels": [8, 16, 24, 24], "num_res_blocks": 1, "adapter_type": "full_adapter_xl", "downscale_factor": 16},
+    "full": {"in_channels": 3, "channels": [8, 16, 16, 24], "num_res_blocks": 1},
+    "light": {"in_channels": 3, "channels": [8, 16, 16], "num_res_blocks": 2, "adapter_type": "light_adapter"},
+    "xl": {
+        "in_channels": 3,
+        "channels": [8, 16, 24, 24],
+        "num_res_blocks": 1,
+        "adapter_type": "full_adapter_xl",
+        "downscale_factor": 16,
+    },
 }
 TINY_VAES: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {
