@@ -16,7 +16,7 @@ Json = dict[str, Any]
 _NOT_GIVEN = ("model_type", "expand_timesteps")  # what no class takes
 # A mask is a choice there.
 _UNMASKED = (
-    "ControlNetModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
+    "ControlNetModel", "ControlNetUnionModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
     "PixArtTransformer2DModel", "UNet2DConditionModel", "UNet3DConditionModel", "UNetMotionModel",
 )  # fmt: skip
 # Keys that hold the width of the text's embeddings; the first that a config sets.
@@ -141,6 +141,17 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
     },
     "UNetMotionModel": lambda s: {"encoder_hidden_states": s.noise(s["b"] * s["t"], "n", "cross_attention_dim")},
     "UNetSpatioTemporalConditionModel": lambda s: {"added_time_ids": s.noise("b", 3)},
+    "I2VGenXLUNet": lambda s: {
+        "fps": s.ones("b"),
+        "image_latents": s.noise("b", 4, "t", "h", "w"),
+        "image_embeddings": s.noise("b", "cross_attention_dim"),
+    },
+    "T2IAdapter": lambda s: {"x": s.noise("b", "in_channels", 8 * s["h"], 8 * s["w"])},
+    "ControlNetUnionModel": lambda s: {
+        "controlnet_cond": [s.noise("b", 3, 8 * s["h"], 8 * s["w"])],
+        "control_type": s.noise("b", "num_control_type"),
+        "control_type_idx": [0],
+    },
     "PriorTransformer": lambda s: {"proj_embedding": s.noise("b", "embedding_dim")},
     "OmniGenTransformer2DModel": lambda s: {
         "input_ids": s.zeros("b", "n"),

@@ -271,6 +271,22 @@ TINY: dict[str, dict[str, Any]] = {
         "down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
         "attention_head_dim": 4, "norm_num_groups": 4,
     },
+    "MotifVideoTransformer3DModel": {
+        "in_channels": 5, "out_channels": 2, "num_layers": 2, "num_single_layers": 2, "text_embed_dim": 10,
+        "rope_axes_dim": [4, 4, 4], **_WIDE,
+    },
+    "ControlNetUnionModel": {
+        "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10, "norm_num_groups": 4,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "attention_head_dim": 2,
+        "conditioning_embedding_out_channels": [6, 10, 14, 4], "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 2, "projection_class_embeddings_input_dim": 18, "num_control_type": 3,
+        "num_trans_channel": 8, "num_trans_head": 2, "num_trans_layer": 2, "num_proj_channel": 8,
+    },
+    "I2VGenXLUNet": {
+        "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10, "norm_num_groups": 4,
+        "down_block_types": ["CrossAttnDownBlock3D", "DownBlock3D"],
+        "up_block_types": ["UpBlock3D", "CrossAttnUpBlock3D"], "attention_head_dim": 4,
+    },
     "Kandinsky3UNet": {
         "block_out_channels": [16, 16, 32, 32], "layers_per_block": 2, "cross_attention_dim": 10, "encoder_hid_dim": 14,
         "groups": 4, "attention_head_dim": 4, "time_embedding_dim": 12,
@@ -298,6 +314,18 @@ TINY: dict[str, dict[str, Any]] = {
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "attention_head_dim": 2, "norm_num_groups": 4,
     },
 }  # fmt: skip
+# T2I-Adapters, which pipelines run once; name -> config.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "full": {"in_channels": 3, "channels": [8, 16, 16, 24], "num_res_blocks": 1},
+    "light": {"in_channels": 3, "channels": [8, 16, 16], "num_res_blocks": 2, "adapter_type": "light_adapter"},
+    "xl": {
+        "in_channels": 3,
+        "channels": [8, 16, 24, 24],
+        "num_res_blocks": 1,
+        "adapter_type": "full_adapter_xl",
+        "downscale_factor": 16,
+    },
+}
 TINY_VAES: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {
         "block_out_channels": [4, 8, 8], "latent_channels": 2, "layers_per_block": 2, "norm_num_groups": 2,
@@ -319,6 +347,10 @@ TINY_VAES: dict[str, dict[str, Any]] = {
     "AutoencoderKLQwenImage21": {
         "base_dim": 4, "decoder_base_dim": 6, "z_dim": 2, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "in_channels": 3,
         "temperal_downsample": [False, True], "out_channels": 3,
+    },
+    "AutoencoderTiny": {
+        "encoder_block_out_channels": [4, 4, 4], "decoder_block_out_channels": [6, 6, 6], "latent_channels": 2,
+        "num_encoder_blocks": [1, 2, 1], "num_decoder_blocks": [2, 1, 3],
     },
     "VQModel": {
         "block_out_channels": [32, 64, 32], "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2,
@@ -344,6 +376,7 @@ IMAGES = (
     "VQModel",
     "AutoencoderKLHunyuanImage",
     "AutoencoderKLQwenImage21",
+    "AutoencoderTiny",
 )  # what takes no videos
 # Autoencoders whose images have sides of 16 pixels at least, or whose batch is one video.
 LATER_VAES: dict[str, dict[str, Any]] = {
@@ -466,6 +499,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
             "projection_class_embeddings_input_dim": 6,
         },
     ],
+    "MotifVideoTransformer3DModel": [
+        {
+            **TINY["MotifVideoTransformer3DModel"], "num_single_layers": 4, "num_decoder_layers": 2,
+            "enable_text_cross_attention_dual": True, "enable_text_cross_attention_single": True,
+        },
+    ],
     "Kandinsky3UNet": [{**TINY["Kandinsky3UNet"], "layers_per_block": 3, "cross_attention_dim": 8}],
     "UNetSpatioTemporalConditionModel": [
         {
@@ -528,6 +567,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
         },
         {**TINY["CosmosTransformer3DModel"], "expand_timesteps": True},
     ],
+    "SanaVideoTransformer3DModel": [{**TINY["SanaVideoTransformer3DModel"], "expand_timesteps": True}],
     "HiDreamImageTransformer2DModel": [{**TINY["HiDreamImageTransformer2DModel"], "num_routed_experts": 0}],
     "Flux3Transformer2DModel": [{**TINY["Flux3Transformer2DModel"], "flow_map": True}],
     "LTX2VideoTransformer3DModel": [
@@ -580,9 +620,11 @@ def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> O
     """What a counter sees of one forward pass, or of one with its backward pass; attention is plain products."""
     model.train(train)
 
+    more = {} if type(model).__name__ == "T2IAdapter" else {"return_dict": False}
+
     def step() -> None:
         with torch.set_grad_enabled(train):
-            out = flatten(model(**inputs, return_dict=False))
+            out = flatten(model(**inputs, **more))
         if train:
             sum(each.float().sum() for each in out).backward()
 

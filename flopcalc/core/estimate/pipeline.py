@@ -127,29 +127,35 @@ class PipelineEstimator(Estimator):
                 PartRun(name, kind, estimate.terms[0].estimator.spec.name, estimate.terms[0].times, estimate.flops)
             )
 
-        if "denoiser" in chosen:
-            load = Workload(batch, read, phase="forward" if phase == "sample" else phase, grids=(grid,) * batch)
-            if first:
-                name = pipeline.denoiser if pipeline is not None else _DENOISER
-                add(name, _DENOISER, self.denoiser.estimate(load) * (first * passes))
+        def make_load(many: int, phase: Phase = "forward") -> Workload:
+            return Workload(many, read, phase=phase, grids=(grid,) * many)
+
+        # Most pipelines' passes cost the same, whether they are one call or several.
+        calls = 1 if pipeline is not None and pipeline.tables.get("one_call") else passes
+        if "denoiser" in chosen and first:
+            load = make_load(batch * passes // calls, "forward" if phase == "sample" else phase)
+            name = pipeline.denoiser if pipeline is not None else _DENOISER
+            add(name, _DENOISER, self.denoiser.estimate(load) * (first * calls))
         for part in self.parts:
             if part.name not in chosen:
                 continue
             if part.kind == _DENOISER:
                 if runs_of_steps > first:
-                    load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
-                    add(part.name, _DENOISER, part.estimator.estimate(load) * ((runs_of_steps - first) * passes))
+                    load = make_load(batch * passes // calls)
+                    add(part.name, _DENOISER, part.estimator.estimate(load) * ((runs_of_steps - first) * calls))
             elif part.kind == _PERTURBED:
                 if samples and pipeline is not None:
-                    load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
-                    add(f"{pipeline.denoiser}, perturbed", _DENOISER, part.estimator.estimate(load) * runs_of_steps)
+                    estimate = part.estimator.estimate(make_load(batch))
+                    add(f"{pipeline.denoiser}, perturbed", _DENOISER, estimate * runs_of_steps)
             elif part.kind == _BESIDE:
-                load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
-                once = pipeline is not None and pipeline.tables.get("beside_once")  # with the prompt alone
-                times = 1 if once else passes + any(other.kind == _PERTURBED for other in self.parts)
-                add(part.name, _BESIDE, part.estimator.estimate(load) * (runs_of_steps * times))
+                # Once in a step, with the prompt alone; or once in a run, for the images of a prompt.
+                once = pipeline is not None and pipeline.tables.get("beside_once")
+                times = runs_of_steps * (1 if once else calls + sum(other.kind == _PERTURBED for other in self.parts))
+                load = make_load(asked.batch if once == "run" else batch if once else batch * passes // calls)
+                add(part.name, _BESIDE, part.estimator.estimate(load) * (1 if once == "run" else times))
             elif part.kind == _IMAGE:
-                add(part.name, _IMAGE, _encode_image(part, asked.batch))
+                pictures = 1 if pipeline is None else int(pipeline.tables.get("pictures", 1))
+                add(part.name, _IMAGE, _encode_image(part, asked.batch) * pictures)
             elif part.kind == _TEXT:
                 assert pipeline is not None
                 length = pipeline.count_encoded(dict(pipeline.encoders)[part.name], text)
@@ -251,6 +257,11 @@ class PipelineEstimator(Estimator):
             return check_size(asked.text, "text")
         if not reads:
             return 0
+        if self.pipeline is not None and self.pipeline.tables.get("text") == "":
+            raise WorkloadError(
+                f"{self.source.name}: its text encoder reads the given image too. Say with {spell('text')} how many "
+                f"positions it hands on"
+            )
         return self.pipeline.count_text() if self.pipeline is not None else self.latents.length
 
     def _choose(self, asked: tuple[str, ...] | None) -> set[str]:
@@ -450,8 +461,8 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
             if kind == _DENOISER:
                 config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
             parts.append(PipelinePart(name, kind, make(_bind_part(source, name, kind, config), True)))
-    if pipeline.perturbed:
-        parts.append(PipelinePart(_DENOISER, _PERTURBED, make(_perturb(denoiser.model, pipeline.perturbed), True)))
+    for modules in pipeline.perturbed:
+        parts.append(PipelinePart(_DENOISER, _PERTURBED, make(_perturb(denoiser.model, modules), True)))
     return PipelineEstimator(denoiser, pipeline, tuple(parts), tuple(pipeline.list_uncounted(source.config)))
 
 

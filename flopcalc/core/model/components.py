@@ -18,7 +18,7 @@ _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
-    "perturbed", "vae", "multiple", "merged", "decoded",
+    "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -75,9 +75,9 @@ class Pipeline(Value):
         return tuple(map(str, self.tables.get("image_encoders", ())))
 
     @property
-    def perturbed(self) -> tuple[str, ...]:
-        """Modules whose attention a further run of every step leaves out (perturbed attention guidance)."""
-        return tuple(map(str, self.tables.get("perturbed", ())))
+    def perturbed(self) -> tuple[tuple[str, ...], ...]:
+        """For each further run of every step, the modules whose attention it leaves out (perturbed guidance)."""
+        return tuple(tuple(evaluate(text, self.values)) for text in self.tables.get("perturbed", ()))
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -266,6 +266,11 @@ def count_calls(scheduler: object, steps: int) -> tuple[int, int]:
         if steps < _WARM:
             raise ConfigError(f"PNDMScheduler without skip_prk_steps needs {_WARM} sampling steps, not {steps}")
         return steps + 9, 1
+    if name == "ScoreSdeVeScheduler":  # corrects each step
+        assert isinstance(scheduler, Mapping)
+        return steps * (1 + int(scheduler.get("correct_steps", 1))), 1
+    if name == "RePaintScheduler":  # goes ten steps back, nine times in every ten steps but the last ones
+        return steps + 90 * len(range(0, steps - 10, 10)), 1
     return (2 * steps - 1, 2) if name in _TWICE else (steps, 1)
 
 

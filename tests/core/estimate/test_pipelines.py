@@ -185,6 +185,11 @@ def test_old_names_of_classes_are_known() -> None:
             {"videos": [(64, 64, 4)], "sampling_steps": 1},
             "missing key 'unet.motion_num_attention_heads', needed for its unet",
         ),
+        (
+            {"_class_name": "QwenImageEditPipeline", "transformer": {"_class_name": "QwenImageTransformer2DModel"}},
+            {"images": [(64, 64)], "sampling_steps": 1},
+            "its text encoder reads the given image too. Say with text how many",
+        ),
         ({"num_layers": 2, "_use_default_values": []}, {"images": [(64, 64)]}, "without its class"),
     ],
 )

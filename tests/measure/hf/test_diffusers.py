@@ -13,6 +13,7 @@ from tiers import mark_heavy
 pytest.importorskip("diffusers")
 import torch
 from diffusion import (
+    ADAPTERS,
     IMAGES,
     LATER_VAES,
     MORE,
@@ -51,9 +52,10 @@ TARGETS = {
     "PRXTransformer2DModel": ["img_qkv_proj", "to_out.0"],
 }
 FRAMES = (
-    "Allegro", "AnyFlow", "Chrono", "CogVideoX", "Cosmos", "EasyAnimate", "HunyuanVideo", "JoyImageEditTransformer",
-    "Kandinsky5", "LTX2Video", "LTXVideo", "Latte", "Mochi", "SanaVideo", "SkyReels", "UNet3D", "UNetMotion",
-    "UNetSpatio", "Wan",
+    "Allegro", "AnyFlow", "Chrono", "CogVideoX", "Cosmos", "EasyAnimate", "HunyuanVideo", "I2VGenXL",
+    "JoyImageEditTransformer",
+    "Kandinsky5", "LTX2Video", "LTXVideo", "Latte", "Mochi", "MotifVideo", "SanaVideo", "SkyReels", "UNet3D",
+    "UNetMotion", "UNetSpatio", "Wan",
 )  # fmt: skip
 CONFIGS = {f"{name} {i}": (name, config) for name in TINY for i, config in enumerate((TINY[name], *MORE.get(name, [])))}
 SPECS = {name: find_spec(name) for name in TINY}
@@ -113,6 +115,11 @@ def test_forward_rows_are_equal_at_a_size_that_is_no_square(name: str) -> None:
     frames, height, width = make_grid(name, 8)
     grid = (frames, height, width // 2)
     assert find_differences(name, TINY[name], 1, find_text(name, TINY[name], 7), grid, {}, "forward") == {}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_rows_are_equal(name: str) -> None:
+    assert find_differences("T2IAdapter", ADAPTERS[name], 2, 0, (1, 8, 12), {}, "forward") == {}
 
 
 @pytest.mark.parametrize("text", [600, 300, 255, 254, 128, 1])

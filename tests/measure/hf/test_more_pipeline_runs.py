@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tiers import mark_heavy
@@ -11,10 +11,13 @@ from tiers import mark_heavy
 pytest.importorskip("diffusers")
 import torch
 from diffusers import DDPMScheduler
-from diffusion import LATER_VAES, MORE, TINY, build
+from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
+from diffusion import ADAPTERS, LATER_VAES, MORE, TINY, build
 from PIL import Image
 from test_pipeline_runs import (
     _CONTROL,
+    _CONTROL_XL,
     EULER,
     HALF_WAY,
     KL,
@@ -236,6 +239,7 @@ CASES |= {
     "text to video, video": _MOTION.change(
         "VideoToVideoSDPipeline", denoiser="UNet3DConditionModel", sized=False, **{**PARTLY, "video": "video"}
     ),
+    "animatediff, pag": _MOTION.change("AnimateDiffPAGPipeline"),
     "pia": _MOTION.change("PIAPipeline", images="image", config={"in_channels": 9}),
 }
 for name in ("text to video", "text to video, video"):
@@ -244,32 +248,229 @@ CASES["animatediff, sdxl"].config = MORE["UNetMotionModel"][0]
 CASES["animatediff, video, controlnet"].more = {"strength": 0.5, "conditioning_frames": _FRAMES}
 
 
-class Pair(torch.nn.Module):
-    """Hands on a text's embeddings in a tuple."""
+class ClipImage(torch.nn.Module):
+    """Hands on an image's embedding of the width that the case's UNet reads."""
+
+    config, device = SimpleNamespace(image_size=8), torch.device("cpu")
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = torch.nn.Parameter(torch.zeros(width))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def forward(self, image: Any, return_uncond_vector: bool = False, **_options: Any) -> Any:
+        made = torch.randn(len(image), len(self.width))
+        if return_uncond_vector:  # PaintByExample's own
+            return made[:, None], torch.randn(1, 1, len(self.width))
+        return BatchFeature({"image_embeds": made})
+
+
+class ImageProcessor:
+    """Prepares no image."""
+
+    crop_size: ClassVar[dict[str, int]] = {"width": 8, "height": 8}
+
+    def __call__(self, **_options: Any) -> Any:
+        return BatchFeature({"pixel_values": torch.zeros(1, 3, 8, 8)})
+
+
+class Embedder(torch.nn.Module):
+    """Hands on a text's embeddings."""
 
     device, dtype = torch.device("cpu"), torch.float32
+
+    def forward(self, input_ids: Any, **_options: Any) -> Any:
+        given = torch.randn(*input_ids.shape, 10)
+        return BatchFeature({"last_hidden_state": given, "text_embeds": torch.randn(len(input_ids), 10)})
+
+
+class Pair(Embedder):
+    """The same in a tuple."""
 
     def forward(self, input_ids: Any, **_options: Any) -> Any:
         return (torch.randn(*input_ids.shape, 10),)
 
 
 _SD = FIRST["sd"]
+_SEEN = {"image_encoder": ClipImage(10), "feature_extractor": ImageProcessor()}
+_PRIOR = Case(
+    "KandinskyPriorPipeline", "PriorTransformer", {"num_embeddings": 77}, "AutoencoderKL", {}, "UnCLIPScheduler",
+    text=0, size=(1, 1), more={"prompt": "words"}, asked={"text": 77},
+)  # fmt: skip
+_PRIOR.set = {"text_encoder": Embedder(), "tokenizer": Tokenizer(), "image_encoder": ClipImage(10)}
 CASES |= {
+    "svd": Case(
+        "StableVideoDiffusionPipeline", "UNetSpatioTemporalConditionModel", {"in_channels": 8, "out_channels": 4},
+        "AutoencoderKLTemporalDecoder", {}, "EulerDiscreteScheduler", frames=3, text=0, scale="max_guidance_scale",
+        more={"width": 64, "height": 96}, images="image", asked={"text": 1},
+    ),
+    "sd, image variation": _SD.change(
+        "StableDiffusionImageVariationPipeline", text=0, more=_SIZE, images="image", set=_SEEN, asked={"text": 1}
+    ),
+    "sd, paint by example": _SD.change(
+        "PaintByExamplePipeline", text=0, images="image mask_image example_image", set=_SEEN, asked={"text": 1},
+        config={"in_channels": 9},
+    ),
+    "sd, unclip": _SD.change(
+        "StableUnCLIPImg2ImgPipeline", more={"image_embeds": torch.randn(1, 3)},
+        config={"class_embed_type": "projection", "projection_class_embeddings_input_dim": 6},
+    ),
     "alt": _SD.change("AltDiffusionPipeline"),
     "alt, image": _SD.change("AltDiffusionImg2ImgPipeline", sized=False, **HALF_WAY),
     "sd, model editing": _SD.change("StableDiffusionModelEditingPipeline"),
     "sd, semantic": _SD.change(
-        "SemanticStableDiffusionPipeline",
-        text=0,
-        more={"prompt": "words", **_SIZE},
-        asked={"text": 77},
-        set={"tokenizer": Tokenizer(), "text_encoder": Pair()},
-        size=(128, 192),
+        "SemanticStableDiffusionPipeline", text=0, more={"prompt": "words", **_SIZE}, asked={"text": 77},
+        set={"tokenizer": Tokenizer(), "text_encoder": Pair()}, size=(128, 192),
     ),
     "marigold, intrinsics": FIRST["marigold, depth"].change(
         "MarigoldIntrinsicsPipeline", images="image", config={"in_channels": 12, "out_channels": 8}
     ),
+    "kandinsky 2.1, prior": _PRIOR,
+    "kandinsky 2.2, prior": _PRIOR.change("KandinskyV22PriorPipeline"),
+}  # fmt: skip
+_3 = _22.change("Kandinsky3Pipeline", text=0, asked={"text": TEXT})
+_3.denoiser, _3.config = "Kandinsky3UNet", {**TINY["Kandinsky3UNet"], "encoder_hid_dim": 10}
+_3.more = {
+    **_SIZE,
+    **{f"{side}prompt_embeds": torch.randn(1, TEXT, 10) for side in _SIDES},
+    **{f"{side}attention_mask": torch.ones(1, TEXT).long() for side in _SIDES},
 }
+CASES |= {
+    "kandinsky 3": _3,
+    "kandinsky 3, image": _3.change("Kandinsky3Img2ImgPipeline", **{**_HALF, "asked": {"text": TEXT, "strength": 0.5}}),
+}
+for key in _SIZE:
+    del CASES["kandinsky 3, image"].more[key]
+
+
+class Connectors(torch.nn.Module):
+    """Hands on embeddings of a prompt, for video and for audio."""
+
+    def forward(self, prompt_embeds: Any, mask: Any, **_options: Any) -> Any:
+        made = torch.randn(*prompt_embeds.shape[:2], 14)
+        return made, made, mask
+
+
+class Sound(torch.nn.Module):
+    """Makes a spectrogram and a sound of latents of audio."""
+
+    mel_compression_ratio = temporal_compression_ratio = 4
+    config = SimpleNamespace(sample_rate=16000, mel_hop_length=160, mel_bins=20, latent_channels=2)
+    latents_mean, latents_std, dtype = torch.zeros(1), torch.ones(1), torch.float32
+
+    def decode(self, latents: Any, **_options: Any) -> Any:
+        return (latents,)
+
+    def forward(self, spectrogram: Any) -> Any:
+        return spectrogram
+
+
+_LTX2 = Case(
+    "LTX2Pipeline", "LTX2VideoTransformer3DModel",
+    {"in_channels": 6, "audio_out_channels": 10, "perturbed_attn": True, "num_layers": 29},
+    "AutoencoderKLLTX2Video", {},
+    EULER, frames=9, mask="prompt_attention_mask", scale="always", more={"audio_guidance_scale": 1.0},
+)  # fmt: skip
+_LTX2.set = {"connectors": Connectors(), "audio_vae": Sound(), "vocoder": Sound()}
+CASES |= {
+    "ltx-2": _LTX2,
+    "ltx-2, unperturbed": _LTX2.change("LTX2Pipeline", config={"num_layers": 2, "perturbed_attn": False}),
+    "ltx-2, image": _LTX2.change("LTX2ImageToVideoPipeline", images="image", config={"num_layers": 2}),
+    "ltx-2, condition": _LTX2.change(
+        "LTX2ConditionPipeline", config={"num_layers": 2},
+        more={"conditions": LTX2VideoCondition(frames=Image.new("RGB", (64, 96)), index=0, crf=0)},
+    ),
+}  # fmt: skip
+CASES["svd"].set = _SEEN
+CASES["sd, unclip"].set = {
+    "image_normalizer": StableUnCLIPImageNormalizer(embedding_dim=3), "image_noising_scheduler": DDPMScheduler(),
+}  # fmt: skip
+CASES |= {
+    "sd, adapter": _SD.change(
+        "StableDiffusionAdapterPipeline", images="image", beside=ADAPTERS["full"]
+    ),
+    "sd, light adapter": _SD.change(
+        "StableDiffusionAdapterPipeline", images="image", beside=ADAPTERS["light"]
+    ),
+    "sdxl, adapter": FIRST["sdxl"].change(
+        "StableDiffusionXLAdapterPipeline", images="image", beside=ADAPTERS["xl"]
+    ),
+}  # fmt: skip
+_THREE = {"in_channels": 3, "out_channels": 3}
+CASES |= {
+    "score sde": FIRST["ddpm"].change("ScoreSdeVePipeline", scheduler="ScoreSdeVeScheduler", config=_THREE),
+    "repaint": FIRST["ddpm"].change(
+        "RePaintPipeline", scheduler="RePaintScheduler", steps=12, config=_THREE, images="image mask_image"
+    ),
+    "kandinsky 2.2, prior, image": _PRIOR.change(
+        "KandinskyV22PriorEmb2EmbPipeline", more={"strength": 0.5, "image": torch.zeros(1, 3, 8, 8)},
+        asked={"text": 77, "strength": 0.5}, steps=5,
+    ),
+}  # fmt: skip
+CASES["hunyuan-image, refiner"] = Case(
+    "HunyuanImageRefinerPipeline", "HunyuanImageTransformer2DModel",
+    {
+        "in_channels": 8, "out_channels": 4, "patch_size": [1, 1, 1], "rope_axes_dim": [4, 4, 4],
+        "text_embed_2_dim": None, "guidance_embeds": True,
+    },
+    "AutoencoderKLHunyuanImageRefiner", {"scaling_factor": 1.0}, EULER, mask="prompt_embeds_mask", scale="guider",
+    images="image",
+)  # fmt: skip
+_KOLORS = FIRST["sdxl"].change("KolorsPipeline", config={"encoder_hid_dim": 10, "encoder_hid_dim_type": "text_proj"})
+CASES |= {
+    "kolors": _KOLORS,
+    "kolors, image": _KOLORS.change("KolorsImg2ImgPipeline", sized=False, **HALF_WAY),
+    "kolors, pag": _KOLORS.change("KolorsPAGPipeline"),
+}
+_EDITED = {"images": "image", "size": (1024, 1024), "steps": 1, "asked": {"references": 1}}
+CASES |= {
+    "qwen-image, edit": FIRST["qwen-image"].change("QwenImageEditPipeline", **_EDITED),
+    "qwen-image, edit plus": FIRST["qwen-image"].change("QwenImageEditPlusPipeline", **_EDITED),
+    "kandinsky5, image to image": FIRST["kandinsky5, image"].change(
+        "Kandinsky5I2IPipeline", images="image", config={"in_visual_dim": 4, "visual_cond": True}
+    ),
+}
+CASES["motif video"] = Case(
+    "MotifVideoPipeline", "MotifVideoTransformer3DModel", {"enable_text_cross_attention_dual": True},
+    "AutoencoderKLWan", PLAIN, EULER, frames=13, mask="prompt_attention_mask", scale="guider",
+)  # fmt: skip
+_UNION = {
+    **_CONTROL_XL, "conditioning_embedding_out_channels": [6, 10, 14, 4], "num_control_type": 3, "num_trans_channel": 8,
+    "num_trans_head": 2, "num_proj_channel": 8,
+}  # fmt: skip
+_UNITED: dict[str, Any] = {"beside": _UNION}
+CASES |= {
+    "sdxl, union": FIRST["sdxl"].change(
+        "StableDiffusionXLControlNetUnionPipeline", images="control_image", more={"control_mode": 0}, **_UNITED
+    ),
+    "sdxl, union, image": FIRST["sdxl"].change(
+        "StableDiffusionXLControlNetUnionImg2ImgPipeline", **_UNITED,
+        **{**PARTLY, "images": "image control_image", "more": {"strength": 0.5, "control_mode": 0}},
+    ),
+    "sdxl, union, inpaint": FIRST["sdxl"].change(
+        "StableDiffusionXLControlNetUnionInpaintPipeline", images="image mask_image control_image",
+        more={"control_mode": 0}, asked={"strength": 0.9999}, **_UNITED,
+    ),
+}  # fmt: skip
+CASES["mochi"] = Case(
+    "MochiPipeline", "MochiTransformer3DModel", TWO, "AutoencoderKLMochi",
+    {
+        "encoder_block_out_channels": [32] * 4, "decoder_block_out_channels": [32] * 4, "layers_per_block": [1] * 5,
+        "temporal_expansions": [1, 2, 3], "spatial_expansions": [2, 2, 2], "add_attention_block": [False] + [True] * 4,
+        "latents_mean": None, "latents_std": None,
+    },
+    EULER, frames=13, text=0, scale="always", asked={"text": TEXT},
+    more={
+        **{f"{side}prompt_embeds": torch.randn(1, TEXT, 16) for side in _SIDES},
+        **{f"{side}prompt_attention_mask": torch.ones(1, TEXT).bool() for side in _SIDES}, "width": 64, "height": 96,
+    },
+)  # fmt: skip
+CASES["image to video"] = _MOTION.change("I2VGenXLPipeline", denoiser="I2VGenXLUNet", images="image", set=_SEEN)
+CASES["image to video"].config = TINY["I2VGenXLUNet"]
+CASES["sd, image variation"].size = (128, 192)
 RUNS = [(name, guided) for name in CASES for guided in (True, False) if CASES[name].scale or not guided]
 
 

@@ -681,8 +681,11 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
         next(key for key in ("unet", "transformer", "prior") if key in names): denoiser,
         **{key: vae for key in ("vae", "movq", "vqvae", "vqgan") if key in names},
     }
-    if case.beside:
-        parts["controlnet"] = build(f"{case.kind}ControlNetModel", case.beside).eval()
+    if case.beside and "adapter" in names:
+        parts["adapter"] = build("T2IAdapter", case.beside).eval()
+    elif case.beside:
+        name = "ControlNetUnionModel" if "Union" in case.name else f"{case.kind}ControlNetModel"
+        parts["controlnet"] = build(name, case.beside).eval()
     watched = torch.nn.ModuleDict(parts)
     parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
     needed = inspect.signature(kind.__init__).parameters
