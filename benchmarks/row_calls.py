@@ -70,13 +70,16 @@ def measure(out: Path, device: str) -> None:
 
 
 def fit(path: Path) -> dict[str, list[float]]:
-    """Kind -> seconds of a call, of a row, of a byte, by least relative squares over what one grid of blocks takes."""
+    """Kind -> seconds of a call, of a row, of a byte, by least relative squares over what one grid of blocks takes.
+
+    Of widths that are whole blocks of 128: sums over rows of 192 or 320 take up to twice as long as over rows of 384.
+    """
     from flopcalc.measure.predictor.fit.solvers import round_digits, solve_nonnegative
     from flopcalc.prediction.kernels.memory_bound import MOST_ROWS, count_rows
 
     found: dict[str, list[Any]] = {}
     for call in json.loads(path.read_text())["calls"]:
-        if call["bytes_each"] != 2:
+        if call["bytes_each"] != 2 or call["width"] % 128 or call["width"] < 384:
             continue
         rows = count_rows(call["kind"], call["reads"], call["writes"])
         if 0 < rows <= MOST_ROWS:

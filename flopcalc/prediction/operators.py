@@ -236,7 +236,7 @@ class _Reader:
         """A recorded part, the nearest one where this one was not recorded."""
         flags, prefix = " images" if self.has_images else "", f"{phase} " if phase else ""
         masked = " masked" if self.attention == "sdpa" and self._is_masked else ""
-        cast = f"{prefix}sdpa autocast{flags}" if self.is_cast and self.attention == "sdpa" else ""
+        cast = f"{prefix}{self.attention} autocast{flags}" if self.is_cast else ""
         parts: dict[str, Any] = self.data[table]
         asked = f"{prefix}{self.attention}{masked}{flags}"
         if self.is_cast and cast not in parts:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -17,7 +18,7 @@ _NARROW = {
 }  # fmt: skip
 _WIDE = {
     "pow", "__pow__", "__rpow__", "rsqrt", "exp", "expm1", "log", "log1p", "log2", "reciprocal", "tan", "acos", "asin",
-    "softplus", "layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss", "norm", "logsumexp", "cdist",
+    "softplus", "layer_norm", "group_norm", "nll_loss", "mse_loss", "norm", "logsumexp", "cdist",
 }  # fmt: skip
 _SUMS = {"sum", "prod", "softmax", "log_softmax", "cumsum", "cumprod"}  # these take the wider format as an argument
 _running: list[Autocast] = []
@@ -43,6 +44,10 @@ class Autocast(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "cross_entropy" and args[0].dtype is torch.bfloat16:
+            # It tells its softmax the format of its scores, which autocast then leaves; what follows is widened.
+            given = {key: value for key, value in kwargs.items() if key != "label_smoothing"}
+            return functional.nll_loss(_widen(torch.log_softmax(args[0], 1)), *args[1:], **given)
         if name in _NARROW:
             args, kwargs = tree_map_only(torch.Tensor, self.narrow, (args, kwargs))
         elif name in _WIDE:

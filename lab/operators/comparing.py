@@ -10,7 +10,7 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.hf.examples import Example, find_example
 from flopcalc.prediction.operators import list_operators
 from lab.operators import denoisers
-from lab.operators.configs import Json, list_variants, resize, set_window
+from lab.operators.configs import Json, find_attention, list_variants, resize, set_window
 from lab.operators.recording import AUTOCAST, FAILURES
 from lab.operators.runs import CACHELESS, Run, make_load, make_workload_of, run, sees_images_alone
 
@@ -21,7 +21,7 @@ LIMIT = 0.15  # of --check
 def add_up_both(
     example: Example, config: Json, phase: str, attention: str, workload: Json
 ) -> tuple[Sums, Sums, tuple[str, ...]]:
-    """What a trace shows, what is read from the file, and the reader's notes; attention may be "sdpa autocast"."""
+    """What a trace shows, what is read from the file, and the reader's notes; attention may be "sdpa autocast" too."""
     kind, _, mode = attention.partition(" ")
     return add_up(run(example, config, phase, kind, workload, mode == "autocast"), make_load(workload, phase), kind)
 
@@ -83,7 +83,8 @@ def check(model_type: str) -> int:
         other = set_window(resize(configs[0], 6, 2, 5, 4), 4096)
         for phase, workload in list_checks(example):
             is_cast = model_type in AUTOCAST and is_whole and phase in CACHELESS
-            for attention in ("sdpa", *(("eager",) if is_whole else ()), *(("sdpa autocast",) if is_cast else ())):
+            cast = (f"{find_attention(model_type)} autocast",) if is_cast else ()
+            for attention in ("sdpa", *(("eager",) if is_whole else ()), *cast):
                 try:
                     traced, read, notes = add_up_both(example, other, phase, attention, workload)
                 except FAILURES as error:

@@ -16,6 +16,7 @@ from flopcalc.base.errors import ConfigError, FlopcalcError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Attend, iterate
+from flopcalc.core.spec.spec import find_spec
 from flopcalc.measure.hf.examples import Example, make_estimator
 from flopcalc.prediction.recordings import (
     SWITCHES,
@@ -37,6 +38,12 @@ _FLAGS = {
     *SWITCHES,
     *(name for names in SWITCHES.values() for name in names),
 }  # numbers that are none
+
+
+def find_attention(model_type: str) -> str:
+    """The attention that HF's class takes where nothing is said."""
+    spec = find_spec(model_type)
+    return "sdpa" if spec is None or spec.has_sdpa else "eager"
 
 
 def resize(

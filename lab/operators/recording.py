@@ -16,6 +16,7 @@ from flopcalc.prediction.recordings import find_language, list_sizes
 from lab.operators import denoisers
 from lab.operators.configs import (
     Json,
+    find_attention,
     find_share,
     find_usual,
     list_variants,
@@ -28,8 +29,9 @@ from lab.operators.runs import CACHELESS, PHASES, Run, is_masked, list_workloads
 
 # Types whose steps under autocast over float32 weights are recorded too: those that people train so most.
 AUTOCAST = {
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2",
-    "smollm3", "granite", "bert", "roberta", "modernbert", "t5", "vit", "whisper", "dinov2", "xlm-roberta",
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2", "smollm3",
+    "granite", "bert", "roberta", "modernbert", "t5", "vit", "whisper", "dinov2", "xlm-roberta", "distilbert",
+    "deberta-v2", "electra", "bart", "marian", "m2m_100", "deit",
 }  # fmt: skip
 
 
@@ -236,6 +238,7 @@ def record(model_type: str) -> Recording:
         return record_denoiser(model_type)
     example = find_example(model_type)
     recording = Recording()
+    default = find_attention(model_type)
     for configs, is_whole in list_variants(example):
         for name in (model_type, find_language(configs[0])[0]):  # a config may leave out what its inner one is
             recording.usual[name] = find_usual(name)
@@ -249,7 +252,7 @@ def record(model_type: str) -> Recording:
                         continue
                     # Eager attention makes a mask in any case.
                     modes = ["", " masked"] if is_whole and attention == "sdpa" else [""]
-                    if " masked" in modes and model_type in AUTOCAST and phase in CACHELESS:
+                    if is_whole and attention == default and model_type in AUTOCAST and phase in CACHELESS:
                         modes.append(" autocast")
                     for mode in modes:
                         runs = run_all(example, configs, phase, attention, has_images, mode)

@@ -315,6 +315,14 @@ def test_autocast_casts_what_it_does_on_a_gpu(run: Callable[..., torch.Tensor], 
         assert run(wide, wide.bfloat16()).dtype is dtype
 
 
+def test_autocast_leaves_the_softmax_of_a_loss_in_the_format_of_its_scores() -> None:
+    scores, targets = torch.randn(3, 7).bfloat16(), torch.tensor([0, 6, 2])
+    with Autocast():
+        loss = torch.nn.CrossEntropyLoss()(scores, targets)
+    assert loss.dtype is torch.float32
+    assert loss == torch.nn.functional.nll_loss(scores.log_softmax(1).float(), targets)
+
+
 def test_autocast_casts_a_weight_once() -> None:
     weight = torch.ones(4, 4, requires_grad=True)
     with Autocast() as running:
