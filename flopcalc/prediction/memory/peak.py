@@ -223,10 +223,11 @@ def list_tensors(
         loss = numbers * (step.bytes + FLOAT)  # logits, and their gradient before it is narrowed
     else:
         # log_softmax keeps its result, in float32 unless what was saved is less; its backward holds that, the loss's
-        # gradient and its own at once.
+        # gradient and its own at once. Under autocast it may stay narrow beside a wide copy, which has a gradient.
+        is_both = estimator.formats.autocast != "" and outside >= numbers * (step.bytes + FLOAT)
         is_float = outside >= numbers * FLOAT or outside < numbers * step.bytes
-        logits = numbers * (FLOAT if is_float else step.bytes)
-        outside, loss = max(0, outside - logits), 3 * logits
+        logits = numbers * (step.bytes + FLOAT if is_both else FLOAT if is_float else step.bytes)
+        outside, loss = max(0, outside - logits), logits + numbers * FLOAT if is_both else 3 * logits
     return Tensors(
         tuple(parts),
         outside,
