@@ -188,6 +188,10 @@ class ProductSize(NamedTuple):
         """The largest of 8, 4, 2, 1 that divides both widths: rows that do not start on 16 bytes get other kernels."""
         return math.gcd(self.n, self.k, ALIGNED)
 
+    def align(self) -> ProductSize:
+        """With widths filled up to whole steps, as torch.compile does it."""
+        return self._replace(n=pad(self.n, ALIGNED), k=pad(self.k, ALIGNED))
+
 
 @lru_cache(maxsize=65536)
 def choose_tile(table: str, size: ProductSize) -> ChosenTile:
