@@ -198,12 +198,12 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
     if phase != "train" and optimizer != "none":
         notes.append(f"phase {phase} has no optimizer's step, so {spell('optimizer', optimizer)} changes nothing")
     if gpus > 1:
-        notes.append(
-            f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: `flopcalc plan` adds it"
-        )
+        how = "`flopcalc plan` adds it" if phase == "train" else f"`flopcalc serving` with {spell('tp', gpus)} adds it"
+        notes.append(f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: {how}")
     check_site(found.power, setup.get("pue"), setup.get("grid"))
     return found._replace(
         notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus,
+        floors=found.floors and found.floors._replace(tokens_per_s=(most := found.floors.tokens_per_s) and most * gpus),
         tokens_per_s=None if found.tokens_per_s is None else found.tokens_per_s * gpus,
         pue=setup.get("pue"), grid_g_per_kwh=setup.get("grid"),
     )  # fmt: skip

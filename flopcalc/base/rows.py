@@ -66,34 +66,30 @@ class Table(NamedTuple):
         return make_frame(self.headers, self.rows)
 
 
-class Rows(list[Row]):
-    """A list of named tuples of one kind."""
-
-    def __repr__(self) -> str:
-        return _describe("Rows", len(self), _find_fields(self))
-
-    def _repr_html_(self) -> str:
-        return show_rows(_find_fields(self), self)
-
-    def to_pandas(self) -> Any:
-        """A pandas DataFrame with a column for each field."""
-        return make_frame(_find_fields(self), self)
-
-
-class FrozenRows(tuple[Row, ...]):
-    """A tuple of named tuples of one kind."""
+class _Shown:
+    """What named tuples of one kind show of themselves together."""
 
     __slots__ = ()
 
-    def __repr__(self) -> str:
-        return _describe("FrozenRows", len(self), _find_fields(self))
+    def __repr__(self: Any) -> str:
+        return _describe(type(self).__name__, len(self), _find_fields(self))
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self: Any) -> str:
         return show_rows(_find_fields(self), self)
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self: Any) -> Any:
         """A pandas DataFrame with a column for each field."""
         return make_frame(_find_fields(self), self)
+
+
+class Rows(_Shown, list[Row]):
+    """A list of named tuples of one kind."""
+
+
+class FrozenRows(_Shown, tuple[Row, ...]):
+    """A tuple of named tuples of one kind."""
+
+    __slots__ = ()
 
 
 def _find_fields(rows: Iterable[object]) -> tuple[str, ...]:

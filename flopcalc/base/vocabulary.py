@@ -111,6 +111,8 @@ def check_word(
     # Only a string is compared: an array would answer with an array, and an odd object with anything.
     if isinstance(value, str) and value in known:
         return value
+    if isinstance(value, tuple):
+        raise error(f"{what} takes one of {', '.join(known)} here, not several")
     if suggests:
         near = format_nearest(value, known) if isinstance(value, str) else ""
         raise error(f"{what} {format_value(value)} unknown.{near} Known: {', '.join(known)}")

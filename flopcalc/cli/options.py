@@ -22,7 +22,7 @@ _FOREIGN = {
         ("expert_parallel", "--ep"),
         ("data_parallel", "--dp"), ("tensor_model_parallel", "--tp"), ("pipeline_model_parallel", "--pp"),
         ("expert_model_parallel", "--ep"), ("sequence_length", "--seq"), ("max_length", "--seq"),
-        ("seq_length", "--seq"),
+        ("seq_length", "--seq"), ("bs", "--batch"), ("bsz", "--batch"),
         ("micro_batch", "--batch"), ("per_device_train_batch", "--batch"), ("max_model_len", "--context"),
     )
 }  # fmt: skip
@@ -140,6 +140,8 @@ def explain_unknown(ctx: click.Context, flag: str) -> str | None:
 
         with use_spelling(spell_option):
             return explain_refusal(str(ctx.info_name), name)
+    if ctx.info_name == "plan" and name in ("budget", "days", "deadline"):
+        return f"plan takes no {flag}: a list as in --gpus 64,128,256 shows days and cost of each"
     group = ctx.parent.command if ctx.parent is not None else None
     if _FOREIGN.get(name) in [own for option in ctx.command.params for own in option.opts]:
         return f"no such option {flag}: here it is {_FOREIGN[name]}"

@@ -25,7 +25,7 @@ def format_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[...
                 raise WorkloadError(f"--json contradicts --format {style}")
             chosen = "json" if as_json else style or "table"
             if output is not None and chosen != "html":
-                raise WorkloadError("-o writes the page of --format html: give both, or neither")
+                raise WorkloadError("-o writes the page of --format html: give both, or redirect the text (> FILE)")
             return function(*arguments, style=chosen, output=output, **options)
 
         file = click.option("-o", "--output", metavar="FILE", help="File for the page of --format html.")

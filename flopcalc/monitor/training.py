@@ -203,10 +203,10 @@ class TrainingMonitor(PassCalls):
     def log_step(
         self,
         step: int,
-        epoch: object,
-        loss: object,
-        grad_norm: object,
-        learning_rate: object,
+        epoch: object = None,
+        loss: object = None,
+        grad_norm: object = None,
+        learning_rate: object = None,
         attention_mask: object = None,
         skip_wandb: bool = False,
     ) -> None:

@@ -45,8 +45,6 @@ from flopcalc.prediction.recordings import (
 from flopcalc.prediction.rows import find_shifted
 from flopcalc.prediction.trained_layers import NO_STATE, LayerState, find_states
 
-__all__ = ["Operator", "Operators", "SavedTensor", "list_operators"]
-
 ATTENTION = ("sdpa", "eager")
 _MISSING = ": this model has no"
 _UNCAST = (

@@ -231,15 +231,19 @@ def predict_estimate(
     settings = settings._replace(has_events=False)
     if transformers is None and has_routed(estimate) and chosen != "fused":
         prediction = _cover_versions(prediction, _predict(estimate, settings._replace(transformers=RECORDED)))
+    floors = find_floors(estimate, machine.device, None, machine.width, optimizer)
+    low, mid, high = prediction.step_time_s
+    least = max(floors.compute_s, floors.bandwidth_s or 0.0)  # no step is shorter
     prediction = prediction._replace(
         notes=(*prediction.notes, describe_execution(chosen, parts[0].load.phase)),
-        floors=find_floors(estimate, machine.device, None, machine.width, optimizer),
+        floors=floors,
+        step_time_s=StepTime(max(low, min(mid, least)), mid, high),
     )
     if any(term.estimator.is_diffusion for term in parts):
         memory = False
         notes.append("the memory of diffusion models is not predicted: no tensors of theirs were recorded")
         prediction = _compare_weights(prediction, estimate, machine.device)
-        floors = prediction.floors and prediction.floors._replace(tokens_per_s=None)
+        floors = floors._replace(tokens_per_s=None)
         prediction = prediction._replace(tokens_per_s=None, floors=floors)  # people count images and videos
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
@@ -451,7 +455,7 @@ def _advise_fit(parts: Sequence[tuple[Estimator, Workload, int]], settings: _Set
         return f"a smaller batch: {most} is the largest that fits"
     if load.phase == "train":
         return "several devices: `flopcalc plan` finds a layout that fits"
-    return "several devices that share the model: one does not hold it"
+    return f"several devices that share the model (`flopcalc serving` with {spell('tp', 'N')}): one does not hold it"
 
 
 def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:

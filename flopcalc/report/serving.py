@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flopcalc.base.text_table import format_grid, wrap
-from flopcalc.base.units import format_bytes, format_seconds
+from flopcalc.base.units import format_bytes, format_energy, format_seconds
 from flopcalc.base.vocabulary import name_part
 from flopcalc.server.serve import Estimated, ServingAnswer
 
@@ -44,7 +44,7 @@ def list_rates(found: ServingAnswer) -> list[str]:
     times = {name: found.times[key] for key, name in _RATES.items() if key in found.times}
     lines = [f"{name}: {_show(at.mid)} ({_show(at.low)} … {_show(at.high or 0)})" for name, at in times.items()]
     if found.wh is not None:
-        lines.append(f"energy: {found.wh['per_million_output_tokens']:,.3g} Wh per million output tokens")
+        lines.append(f"energy: {format_energy(found.wh['per_million_output_tokens'])} per million output tokens")
     if found.usd is not None:
         lines.append(
             f"cost: ${found.usd['per_million_output_tokens']:,.3g} per million output tokens, "
@@ -76,7 +76,9 @@ def make_cells(found: ServingAnswer) -> dict[str, str]:
 def format_audit(path: str, found: Sequence[dict[str, Any]]) -> str:
     """Rows that break physics, one line each."""
     marked = [row for row in found if row["faults"]]
-    lines = [f"{path}: {len(found):,} rows, {len(marked):,} marked"]
+    unread = sum(row["least_tpot_s"] is None for row in found)
+    more = f", {unread:,} not checked" if unread else ""
+    lines = [f"{path}: {len(found):,} row{'s' if found[1:] else ''}, {len(marked) - unread:,} marked{more}"]
     return "\n".join([*lines, *(f"line {row['line']}, {row['model']}: {'; '.join(row['faults'])}" for row in marked)])
 
 

@@ -15,15 +15,22 @@ from flopcalc.setup.setup import make_setup
 
 _MOST_ROWS = 3000
 # A column's names in published tables.
-_COLUMNS = {"input": ("input_tokens", "input_len", "isl"), "output": ("output_tokens", "output_len", "osl"),
-            "weights": ("weights_format", "weights"), "kv_cache": ("kv_format", "kv_cache")}  # fmt: skip
+_COLUMNS = {
+    "input": ("input", "input_tokens", "input_len", "isl"),
+    "output": ("output", "output_tokens", "output_len", "osl"),
+    "weights": ("weights_format", "weights"),
+    "kv_cache": ("kv_format", "kv_cache"),
+}
+
+_NEEDED = ("model", "device", "tp", "concurrency", "input", "output", "tpot_ms")
 
 
 def check_rows(path: str) -> list[dict[str, Any]]:
     """A finding for each row of a CSV file; `faults` is empty where physics allows the row."""
     rows = read_csv(path, _MOST_ROWS, WorkloadError)
-    if not rows:
-        raise WorkloadError(f"{path}: has no rows; its columns are model, device, tp, input_tokens, …, tpot_ms")
+    lacking = [name for name in _NEEDED if not rows or not any(each in rows[0] for each in _COLUMNS.get(name, (name,)))]
+    if lacking:
+        raise WorkloadError(f"{path}: lacks {', '.join(lacking)}; a row needs {', '.join(_NEEDED)}")
     return [{"line": number, "model": row.get("model"), **_check(row)} for number, row in enumerate(rows, 2)]
 
 
@@ -44,7 +51,7 @@ def _check(row: dict[str, str]) -> dict[str, Any]:
         if min(tpot, concurrency, length) <= 0:
             raise ValueError("a value is not positive")
     except (FlopcalcError, KeyError, TypeError, ValueError) as error:
-        return {"faults": [f"cannot be checked: {error}"], "least_tpot_s": None}
+        return {"faults": [f"cannot be checked: {error}"], "least_tpot_s": None, "mfu": None}
     step = StepModel(model, layout, Rates(device, layout.gpus))
     decoding = tpot * (output - 1)
     running = max(1.0, concurrency / layout.replicas * decoding / (decoding + ttft))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.presentation import find_presenter
+from flopcalc.base.rows import shorten
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, parse_size
 from flopcalc.base.vocabulary import name_part
@@ -78,6 +79,13 @@ class ServingAnswer(NamedTuple):
     @property
     def gpus(self) -> int:
         return self.layout.gpus * (sum(self.traffic.workers) or 1)
+
+    def __repr__(self) -> str:
+        rate = f"{self.times['tokens_per_s'].mid:,.0f} tokens/s" if self.times else "no times"
+        fit = "" if self.fits else "; does not fit"
+        return (
+            f"ServingAnswer({shorten(self.model)} on {self.gpus} {self.device.name}, {self.engine.name}: {rate}{fit})"
+        )
 
     def _repr_html_(self) -> str:
         return find_presenter().show_answer(self)

@@ -95,10 +95,10 @@ def read_model(estimator: Estimator) -> ServedModel:
     """What an engine serves of a bound model: text in, text out; towers are held and not computed."""
     stages = [stage for stage in estimator.stages if stage.group == "language"]
     layers = sum(len(stage.layers) for stage in stages if stage.repeated)
-    name, config = estimator.source.name, estimator.source.config
+    name = estimator.source.name
     if not layers or estimator.is_diffusion:
         raise WorkloadError(f"{name} has no repeated language layers: no engine serves it")
-    if config.get("is_encoder_decoder"):
+    if estimator.has_decoder:
         raise WorkloadError(f"{name} is an encoder-decoder: serving takes decoders alone")
     has_experts = any(op.copies > 1 for stage in stages for chain in stage.kinds for op in iterate(chain))
     weights: list[ServedWeight] = []
@@ -140,7 +140,7 @@ def read_model(estimator: Estimator) -> ServedModel:
     shared = [weight for weight in weights if weight.side == "row" and weight.part == "mlp"]
     sums -= min(expert_layers, sum(weight.layers for weight in shared)) if expert_layers and shared else 0
     head = next((weight for weight in weights if weight.part == "lm_head"), None)
-    longest = config.get("max_position_embeddings", 0)
+    longest = estimator.source.config.get("max_position_embeddings", 0)
     return ServedModel(
         name, layers, stages[-1].width if stages else 0,
         tuple(weight for weight in weights if weight.part != "lm_head"), head, _merge(cached), embedding, other,

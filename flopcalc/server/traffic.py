@@ -127,10 +127,15 @@ def _read_lengths(value: Any, name: str) -> Lengths:
     return found
 
 
+_LONG_S = 60  # an objective of a minute, as a bare number, more likely means milliseconds
+
+
 def _read_objective(text: str, name: str) -> Objective:
     limit, _, at = text.partition("@")
     if at not in ("", "p50", "p90", "p95", "p99"):
         raise WorkloadError(f"{spell(name, text)}: after @ comes p50, p90, p95 or p99")
+    if limit.isdigit() and int(limit) >= _LONG_S:
+        raise WorkloadError(f"{spell(name, text)}: write its unit, {limit}ms or {limit}s")
     return Objective(read_seconds(limit, name), at or "p95")
 
 

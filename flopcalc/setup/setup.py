@@ -160,7 +160,7 @@ def _check_taken(command: Command, name: str, fields: Mapping[str, Field]) -> No
         return
     if name in FIELDS:
         raise WorkloadError(explain_refusal(command, name))
-    known = [spell(each) for each in fields]
+    known = [spell(each) for each in fields if command != "estimate" or each not in BESIDE]
     raise WorkloadError(
         f"{spell(name)} is no keyword of {command}.{format_nearest(spell(name), known)} Known: {', '.join(known)}"
     )

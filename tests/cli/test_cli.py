@@ -149,6 +149,7 @@ BAD: list[tuple[list[str], str]] = [
     (["gpt2", "--seq", "5", "--memory"], "estimate takes no --memory: predict does"),
     (["gpt2", "--tensor-parallel-size", "2"], "no such option --tensor-parallel-size: here it is --tp"),
     (["gpt2", "--max-length", "2"], "no such option --max-length: here it is --seq"),
+    (["gpt2", "--bs", "2"], "no such option --bs: here it is --batch"),
     (["gpt2", "--max-model-len", "2"], "no such option --max-model-len: here it is --context"),
     (["--model", "gpt2", "--seq", "5", "--gpus", "2", "--num-devices", "2"], "--gpus is given twice"),
     (["gpt2", "--seq", "5", "--peak", "1", "--step-time", "1", "--tokens-per-second", "1"], "are both given"),

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import flopcalc
-from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.cli import main
 from flopcalc.cli.serving import serving as command
 from flopcalc.hardware.devices import find_device
@@ -525,6 +525,23 @@ def test_audit(tmp_path: Path) -> None:
     assert fine["faults"] == []
     shown = CliRunner().invoke(command, ["--check", str(file)])
     assert shown.output.splitlines()[0] == f"{file}: 2 rows, 1 marked"
+    file.write_text(f"{head}\nno-such,h100,1,1024,128,1,50,1\n", encoding="utf-8")
+    shown = CliRunner().invoke(command, ["--check", str(file)])
+    assert shown.output.splitlines()[0] == f"{file}: 1 row, 0 marked, 1 not checked"
+    file.write_text("model,device,gpus\nllama-3.1-8b,h100,1\n", encoding="utf-8")
+    with pytest.raises(WorkloadError, match="lacks tp, concurrency, input, output, tpot_ms; a row needs"):
+        check_rows(str(file))
+
+
+@pytest.mark.parametrize("model", ["whisper-large-v3", "flan-t5-xxl"])
+def test_encoder_decoders_are_refused(model: str) -> None:
+    with pytest.raises(WorkloadError, match=f"{model} is an encoder-decoder: serving takes decoders alone"):
+        flopcalc.serving(model, device="h100", input_len=100, output_len=10, concurrency=1)
+
+
+def test_an_objective_of_minutes_says_its_unit() -> None:
+    with pytest.raises(WorkloadError, match="write its unit, 500ms or 500s"):
+        flopcalc.serving("llama-3.1-8b", device="h100", input_len=100, output_len=10, concurrency=1, ttft="500")
 
 
 def test_command_line(tmp_path: Path) -> None:

@@ -490,6 +490,9 @@ class Estimate(Value):
             "notes": notes,
         }
 
+    def __format__(self, style: str) -> str:
+        return format(self.total, style) if style else str(self)  # f"{estimate:,}" is its total
+
     def __repr__(self) -> str:
         estimator, load, times = self.terms[0]
         name = shorten(estimator.source.name)

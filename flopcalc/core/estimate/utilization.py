@@ -68,6 +68,12 @@ class Utilization(NamedTuple):
     def __float__(self) -> float:
         return math.nan if self.value is None else self.value
 
+    def __str__(self) -> str:
+        if self.value is None or self.peak_flops_per_s is None:
+            return self.note or "not known"
+        where = f" ({self.device})" if self.device else ""
+        return f"{self.value:.1%} of {self.peak_flops_per_s / 1e12:,.4g} TFLOP/s {self.dtype}{where}"
+
     def __format__(self, style: str) -> str:
         """f"{mfu(…):.1%}" -> '41.2%'; nan where no peak is known."""
         return format(float(self), style) if style else str(self)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from flopcalc.base.data import find_data_dir, find_data_file, get_stem, list_data_files, load_toml
-from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.base.errors import ConfigError, SpecError, find_nearest, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.vocabulary import COMPONENTS, PHASES, Component
 from flopcalc.core.spec.computed_keys import find_computed
@@ -603,8 +603,12 @@ def bind(spec: Spec, config: dict[str, object], where: str, extra: dict[str, Spe
 
 
 def check_required(spec: Spec, config: dict[str, object], where: str) -> None:
-    for key in spec.required:
-        if all(config.get(name) is None for name in (key, *spec.renamed.get(key, ()))):
-            others = [name for name, value in config.items() if value is not None and name not in spec.required]
-            near = format_nearest(key, others)
-            raise ConfigError(f"{where}: missing key {key!r}, which {spec.name!r} needs.{near}")
+    lacking = [
+        key for key in spec.required if all(config.get(name) is None for name in (key, *spec.renamed.get(key, ())))
+    ]
+    if lacking:
+        others = [name for name, value in config.items() if value is not None and name not in spec.required]
+        near = {name: key for key in reversed(lacking) for name in find_nearest(key, others, 1, 0.6)}
+        like = "".join(f" Is your {name} the {key}?" for name, key in near.items())
+        keys = f"key{'s' if lacking[1:] else ''} {', '.join(map(repr, lacking))}"
+        raise ConfigError(f"{where}: missing {keys}, which {spec.name!r} needs.{like}")

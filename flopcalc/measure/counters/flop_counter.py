@@ -19,8 +19,6 @@ from flopcalc.measure.counters.formulas import SKIPPED, grouped_mm
 from flopcalc.measure.counters.formulas import Formula as ShapeFormula
 from flopcalc.measure.operator_kinds import classify
 
-__all__ = ["FORMULAS", "OperatorCount", "count_flops", "watch_modules"]
-
 Formula = Callable[[tuple[Any, ...], Mapping[str, Any], Any], int]
 
 

@@ -12,8 +12,6 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload, make_workload
 
-__all__ = ["Verdict", "compare", "compare_bound", "make_executed", "make_load"]
-
 
 class Verdict(NamedTuple):
     """Rows that differ (path -> ours, traced), the totals, and the operators the counter did not know."""

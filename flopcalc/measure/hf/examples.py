@@ -17,8 +17,6 @@ from flopcalc.core.spec.expressions import MissingNameError, evaluate
 from flopcalc.core.spec.spec import find_key
 from flopcalc.measure.hf.models import find_text_config
 
-__all__ = ["Example", "find_example", "list_cases", "make_inputs"]
-
 Json = dict[str, Any]
 _KEYS = {
     "architecture", "attention", "configs", "workloads", "images", "inputs", "call", "loss", "skip", "image_token",

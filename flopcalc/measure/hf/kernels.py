@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["install", "score_neighbours", "sum_neighbours"]
-
 
 class BlockSparse:
     """kernels-community/mra: products of chosen blocks. `indices` of a block: row of blocks · row's length + column."""

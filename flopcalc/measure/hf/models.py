@@ -20,17 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.recipe.recipe import PARAMETER
 
-__all__ = [
-    "FloatsAway",
-    "apply_recipe",
-    "build_model",
-    "count_parameters",
-    "find_class",
-    "floats_on_meta",
-    "make_batch",
-    "make_config",
-]
-
 # --- Tracing without memory ---------------------------------------------------------------------------------
 
 

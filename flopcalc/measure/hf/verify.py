@@ -21,8 +21,6 @@ from flopcalc.measure.hf.examples import Example, Json, find_example, make_input
 from flopcalc.measure.hf.kernels import install
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
 
-__all__ = ["Trace", "build", "prepare", "make_step", "trace", "verify"]
-
 
 class Trace(NamedTuple):
     """What one step of a HF model executed, and its parameters."""

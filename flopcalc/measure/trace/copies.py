@@ -21,8 +21,6 @@ from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.meta import unwrap
 from flopcalc.measure.trace.rebind import rebind
 
-__all__ = ["copy_to_meta", "count_copy", "keep_hooks", "run_counted", "set_eager"]
-
 _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks",

@@ -19,8 +19,6 @@ from flopcalc.measure.trace.copies import keep_hooks, run_counted, set_eager
 from flopcalc.measure.trace.kernels import without_kernels
 from flopcalc.measure.trace.rebind import rebind
 
-__all__ = ["FakeCopy"]
-
 
 class FakeCopy:
     """Takes no memory and runs eager attention; the live module, its hooks and gradients are not touched.

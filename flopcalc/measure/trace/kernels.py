@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from flopcalc.base.errors import WorkloadError
 
-__all__ = ["without_kernels"]
-
 _PRODUCT = re.compile(r"\bdot\w*\s*\(")  # tl.dot, tl.dot_scaled
 _CLASSES = {"triton.runtime.jit": ("JITFunction",), "triton.runtime.autotuner": ("Autotuner", "Heuristics")}
 

@@ -46,8 +46,6 @@ from flopcalc.measure.trace.forms import (
 )
 from flopcalc.measure.trace.meta import Resizer, find_word, make_decode, make_step, on_meta, resize, unwrap
 
-__all__ = ["trace_config", "trace_module"]
-
 _HF = ("transformers.", "peft.")  # modules of these have a version: their traces can be kept
 
 

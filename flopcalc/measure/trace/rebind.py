@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["rebind"]
-
 
 def rebind(made: torch.nn.Module, memo: Mapping[int, object]) -> None:
     """Let what is set on the copy's modules hold the copy; `memo` is deepcopy's: who became whom.

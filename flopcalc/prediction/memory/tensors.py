@@ -22,8 +22,6 @@ from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.operators import Operators, SavedTensor
 from flopcalc.prediction.tensor_parallel import count_chains, list_wide_saved
 
-__all__ = ["FLOAT", "SplitBytes", "Kind", "Part", "Step", "list_kinds"]
-
 FLOAT = 4  # bytes of what is always computed in float32: losses, norms, softmax
 _INDEX = 8  # bytes of a token's id, and of its label
 

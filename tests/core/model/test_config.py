@@ -329,8 +329,17 @@ def test_missing_key(key: str) -> None:
         bind(config)
     with pytest.raises(ConfigError, match=f"missing key '{key}'"):
         bind({**config, key: None})
-    with pytest.raises(ConfigError, match=f"Did you mean {key}x"):
+    with pytest.raises(ConfigError, match=rf"Is your {key}x the {key}\?"):
         bind({**config, f"{key}x": 1})
+
+
+def test_all_missing_keys_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        bind({"model_type": "llama", "hidden_size": 64, "num_layers": 2, "num_attention_heads": 2, "vocab": 100})
+    assert str(caught.value) == (
+        "config: missing keys 'intermediate_size', 'num_hidden_layers', 'vocab_size', which 'llama' needs. Is your "
+        "vocab the vocab_size? Is your num_layers the num_hidden_layers?"
+    )
 
 
 MISTYPED = ["4096", True, 1.5, 24.0, [], {}, -1, "", float("nan"), 10**5000, object(), b"1"]
