@@ -312,6 +312,11 @@ TINY: dict[str, dict[str, Any]] = {
         "in_channels": 4, "dim": 24, "n_refiner_layers": 2, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 10,
         "axes_dims": [4, 4, 4], "axes_lens": [128, 32, 32], "control_layers_places": [0, 1], "control_in_dim": 6,
     },
+    "SparseControlNetModel": {
+        "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10, "norm_num_groups": 4,
+        "down_block_types": ["CrossAttnDownBlockMotion", "DownBlockMotion"], "attention_head_dim": 2,
+        "motion_num_attention_heads": 4, "motion_max_seq_length": 8,
+    },
     "StableCascadeUNet": {
         "in_channels": 4, "out_channels": 4, "timestep_ratio_embedding_dim": 6, "conditioning_dim": 12,
         "block_out_channels": [8, 16], "num_attention_heads": [2, 4], "down_num_layers_per_block": [1, 2],
@@ -508,6 +513,13 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
 }
 # The same classes with other settings.
 MORE: dict[str, list[dict[str, Any]]] = {
+    "SparseControlNetModel": [
+        {
+            **TINY["SparseControlNetModel"], "block_out_channels": [8, 16, 16], "layers_per_block": 2,
+            "down_block_types": ["DownBlockMotion", "CrossAttnDownBlockMotion", "CrossAttnDownBlockMotion"],
+            "attention_head_dim": [1, 2, 4], "concat_conditioning_mask": False, "use_linear_projection": True,
+        },
+    ],
     "ZImageControlNetModel": [
         {
             **TINY["ZImageControlNetModel"], "add_control_noise_refiner": "control_noise_refiner",
@@ -549,6 +561,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
             **TINY["UNet2DConditionModel"], "class_embed_type": "projection",
             "projection_class_embeddings_input_dim": 6,
         },
+        {**TINY["UNet2DConditionModel"], "encoder_hid_dim_type": "ip_image_proj", "ip_image_dim": 14},
     ],
     "MotifVideoTransformer3DModel": [
         {

@@ -34,6 +34,7 @@ from test_pipeline_runs import CASES as FIRST
 from transformers import BatchFeature
 
 from flopcalc import estimate_flops
+from lab.denoisers import LENT
 
 
 class Tokenizer:
@@ -494,6 +495,18 @@ CASES |= {
     "cosmos": _WORLD,
     "cosmos, video": _WORLD.change("CosmosVideoToWorldPipeline", config={"in_channels": 3}, images="image"),
 }  # fmt: skip
+_Z: dict[str, Any] = {"beside": {key: value for key, value in TINY["ZImageControlNetModel"].items() if key not in LENT}}
+CASES |= {
+    "z-image, controlnet": FIRST["z-image"].change("ZImageControlNetPipeline", images="control_image", **_Z),
+    "z-image, controlnet, inpaint": FIRST["z-image"].change(
+        "ZImageControlNetInpaintPipeline", images="control_image image mask_image", **_Z
+    ),
+    "animatediff, sparse": _MOTION.change(
+        "AnimateDiffSparseControlNetPipeline", more={"conditioning_frames": _FRAMES[:1]},
+        beside=TINY["SparseControlNetModel"],
+    ),
+}  # fmt: skip
+CASES["z-image, controlnet, inpaint"].beside = {**_Z["beside"], "control_in_dim": 9}
 _CASCADE.set = {"text_encoder": Embedder()}
 CASES["cascade"].config = {**MORE["StableCascadeUNet"][0], "in_channels": 4, "out_channels": 4}
 CASES["cascade"].vae_config = {**TINY_VAES["PaellaVQModel"], "latent_channels": 4}

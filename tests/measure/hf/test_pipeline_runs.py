@@ -685,6 +685,7 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
         parts["adapter"] = build("T2IAdapter", case.beside).eval()
     elif case.beside:
         name = "ControlNetUnionModel" if "Union" in case.name else f"{case.kind}ControlNetModel"
+        name = "SparseControlNetModel" if "Sparse" in case.name else name
         parts["controlnet"] = build(name, case.beside).eval()
     watched = torch.nn.ModuleDict(parts)
     parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
