@@ -13,17 +13,19 @@ import torch
 from flopcalc.core.spec.spec import find_spec
 
 Json = dict[str, Any]
+LENT = ("in_channels", "cap_feat_dim", "axes_dims", "axes_lens")  # what a ControlNet takes from its transformer
 _NOT_GIVEN = ("model_type", "expand_timesteps")  # what no class takes
 # A mask is a choice there.
 _UNMASKED = (
     "ControlNetModel", "ControlNetUnionModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
-    "PixArtTransformer2DModel", "UNet2DConditionModel", "UNet3DConditionModel", "UNetMotionModel",
+    "PixArtTransformer2DModel", "SparseControlNetModel", "UNet2DConditionModel", "UNet3DConditionModel",
+    "UNetMotionModel",
 )  # fmt: skip
 # Keys that hold the width of the text's embeddings; the first that a config sets.
 _TEXT_WIDTHS = (
     "encoder_hid_dim", "joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels", "cap_feat_dim",
     "in_text_dim", "cross_attention_dim", "text_in_dim", "context_in_dim", "text_hidden_dim", "hidden_size",
-    "embedding_dim",
+    "embedding_dim", "clip_text_in_channels", "clip_text_pooled_in_channels",
 )  # fmt: skip
 
 
@@ -140,6 +142,11 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         "img_mask": torch.cat([s.zeros(1, "n"), s.ones(1, s["p"] // 4)], dim=1).bool(),
     },
     "UNetMotionModel": lambda s: {"encoder_hidden_states": s.noise(s["b"] * s["t"], "n", "cross_attention_dim")},
+    "SparseControlNetModel": lambda s: {
+        "encoder_hidden_states": s.noise(s["b"] * s["t"], "n", "cross_attention_dim"),
+        "controlnet_cond": s.noise(1, s["conditioning_channels"] or 4, "t", "h", "w"),
+        "conditioning_mask": s.noise(1, 1, "t", "h", "w"),
+    },
     "UNetSpatioTemporalConditionModel": lambda s: {"added_time_ids": s.noise("b", 3)},
     "I2VGenXLUNet": lambda s: {
         "fps": s.ones("b"),
@@ -151,6 +158,24 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         "controlnet_cond": [s.noise("b", 3, 8 * s["h"], 8 * s["w"])],
         "control_type": s.noise("b", "num_control_type"),
         "control_type_idx": [0],
+    },
+    "StableCascadeUNet": lambda s: {
+        "sample": s.noise(
+            "b", "in_channels", *(s[side] * (1 if s["effnet_in_channels"] else 3) for side in ("h", "w"))
+        ),
+        "timestep_ratio": s.noise("b"),
+        "clip_text_pooled": s.noise("b", 1, "clip_text_pooled_in_channels"),
+        **(
+            {"clip_text": None, "effnet": s.noise("b", "effnet_in_channels", 3, 3)}
+            if s["effnet_in_channels"]
+            else {"clip_img": s.noise("b", 1, "clip_image_in_channels")}
+        ),
+    },
+    "UVit2DModel": lambda s: {
+        "input_ids": s.zeros("b", "h", "w"),
+        "encoder_hidden_states": s.noise("b", "n", "encoder_hidden_size"),
+        "pooled_text_emb": s.noise("b", "cond_embed_dim"),
+        "micro_conds": s.noise("b", s["micro_cond_embed_dim"] // s["micro_cond_encode_dim"]),
     },
     "PriorTransformer": lambda s: {"proj_embedding": s.noise("b", "embedding_dim")},
     "OmniGenTransformer2DModel": lambda s: {
@@ -176,19 +201,42 @@ def _stand_in_for_torchvision() -> None:
         setattr(transformer_cosmos, "transforms", stand_in)  # noqa: B010
 
 
+def _load_adapter(unet: Any, wide: Any) -> None:
+    """An IP-Adapter, as diffusers' load_ip_adapter makes it of a file."""
+    reads = unet.config.cross_attention_dim
+    weights = {}
+    for number, name in enumerate(each for each in unet.attn_processors if "attn2" in each):
+        width = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
+        weights |= {f"{2 * number + 1}.{key}.weight": torch.randn(width, reads) for key in ("to_k_ip", "to_v_ip")}
+    made = {"proj.weight": torch.randn(4 * reads, wide), "proj.bias": torch.zeros(4 * reads)}
+    norm = {"norm.weight": torch.ones(reads), "norm.bias": torch.zeros(reads)}
+    unet._load_ip_adapter_weights([{"image_proj": {**made, **norm}, "ip_adapter": weights}], low_cpu_mem_usage=False)
+
+
 def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """The diffusers class that a config names, made on the device."""
     import diffusers
+    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
+    name = str(config["_class_name"])
     given = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_GIVEN}
-    if str(config["_class_name"]).startswith("Cosmos"):
+    reads = given.pop("ip_image_dim", 0) and given.pop("encoder_hid_dim_type") and config["ip_image_dim"]
+    lent = {key: given.pop(key) for key in LENT if name == "ZImageControlNetModel" and key in given}
+    if name.startswith("Cosmos"):
         _stand_in_for_torchvision()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with warnings.catch_warnings(), torch.device(device):
             warnings.simplefilter("ignore")
-            return getattr(diffusers, str(config["_class_name"]))(**given)
+            made = getattr(diffusers, name, PaellaVQModel)(**given)
+            if reads:
+                _load_adapter(made, reads)
+            if lent:  # some of its transformer's modules are its own too; its __init__ forgets the attribute
+                made.gradient_checkpointing = False
+                sizes = {key: given[key] for key in ("dim", "n_refiner_layers", "n_heads", "n_kv_heads")}
+                made.from_transformer(made, diffusers.ZImageTransformer2DModel(n_layers=1, **lent, **sizes))
+            return made
     finally:
         torch.set_default_dtype(before)
 
@@ -242,6 +290,8 @@ def make_denoiser_inputs(
             "text_embeds": torch.randn(batch, pooled, **place),
             "time_ids": torch.ones(batch, 6, **place),
         }
+    if config.get("ip_image_dim"):
+        given["added_cond_kwargs"] = {"image_embeds": [torch.randn(batch, 1, config["ip_image_dim"], **place)]}
     kind = config.get("addition_embed_type")
     if kind in ("text_image", "image", "image_hint"):
         wide = config["cross_attention_dim" if kind == "text_image" else "encoder_hid_dim"]
@@ -293,8 +343,10 @@ def make_denoiser_inputs(
     }
     if name in _FURTHER:
         given |= _FURTHER[name](_Sizes({**config, **sizes, "n": text, "p": t * h * w}, place))
-    if name == "ZImageTransformer2DModel":  # a list of samples each
+    if name.startswith("ZImage"):  # a list of samples each
         given = {"x": list(given["x"]), "cap_feats": list(given["cap_feats"]), "t": torch.ones(batch, **place)}
+    if name == "ZImageControlNetModel":
+        given["control_context"] = list(torch.randn(batch, config["control_in_dim"], *grid, **place))
     if name == "PixArtTransformer2DModel":
         given["added_cond_kwargs"] = {
             "resolution": torch.ones(batch, 2, **place),

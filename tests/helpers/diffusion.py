@@ -308,6 +308,27 @@ TINY: dict[str, dict[str, Any]] = {
         "up_block_types": ["UpBlockMotion", "CrossAttnUpBlockMotion"], "num_attention_heads": 2,
         "motion_num_attention_heads": 4, "motion_max_seq_length": 8,
     },
+    "ZImageControlNetModel": {
+        "in_channels": 4, "dim": 24, "n_refiner_layers": 2, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 10,
+        "axes_dims": [4, 4, 4], "axes_lens": [128, 32, 32], "control_layers_places": [0, 1], "control_in_dim": 6,
+    },
+    "SparseControlNetModel": {
+        "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10, "norm_num_groups": 4,
+        "down_block_types": ["CrossAttnDownBlockMotion", "DownBlockMotion"], "attention_head_dim": 2,
+        "motion_num_attention_heads": 4, "motion_max_seq_length": 8,
+    },
+    "StableCascadeUNet": {
+        "in_channels": 4, "out_channels": 4, "timestep_ratio_embedding_dim": 6, "conditioning_dim": 12,
+        "block_out_channels": [8, 16], "num_attention_heads": [2, 4], "down_num_layers_per_block": [1, 2],
+        "up_num_layers_per_block": [2, 1], "clip_text_in_channels": 10, "clip_text_pooled_in_channels": 6,
+        "clip_image_in_channels": 14, "clip_seq": 2, "switch_level": [False],
+    },
+    "UVit2DModel": {
+        "hidden_size": 24, "cond_embed_dim": 6, "micro_cond_encode_dim": 2, "micro_cond_embed_dim": 10,
+        "encoder_hidden_size": 10, "vocab_size": 31, "codebook_size": 30, "in_channels": 14, "block_out_channels": 16,
+        "num_res_blocks": 2, "block_num_heads": 4, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 20,
+    },
     "UNet2DConditionModel": {
         "sample_size": 8, "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10,
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
@@ -348,6 +369,7 @@ TINY_VAES: dict[str, dict[str, Any]] = {
         "base_dim": 4, "decoder_base_dim": 6, "z_dim": 2, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "in_channels": 3,
         "temperal_downsample": [False, True], "out_channels": 3,
     },
+    "PaellaVQModel": {"embed_dim": 16, "latent_channels": 2, "bottleneck_blocks": 2, "num_vq_embeddings": 30},
     "AutoencoderTiny": {
         "encoder_block_out_channels": [4, 4, 4], "decoder_block_out_channels": [6, 6, 6], "latent_channels": 2,
         "num_encoder_blocks": [1, 2, 1], "num_decoder_blocks": [2, 1, 3],
@@ -374,12 +396,17 @@ IMAGES = (
     "AutoencoderKLFlux2",
     "AutoencoderDC",
     "VQModel",
+    "PaellaVQModel",
     "AutoencoderKLHunyuanImage",
     "AutoencoderKLQwenImage21",
     "AutoencoderTiny",
 )  # what takes no videos
 # Autoencoders whose images have sides of 16 pixels at least, or whose batch is one video.
 LATER_VAES: dict[str, dict[str, Any]] = {
+    "AutoencoderKLCosmos": {
+        "latent_channels": 2, "encoder_block_out_channels": [4, 8, 8, 16], "decode_block_out_channels": [8, 4, 16, 8],
+        "num_layers": 1, "attention_resolutions": [4], "resolution": 16,
+    },
     "AutoencoderKLLTX2Video": {
         "latent_channels": 6, "block_out_channels": [8, 16, 32, 64], "decoder_block_out_channels": [16, 32, 64],
         "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1],
@@ -411,6 +438,13 @@ LATER_VAES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # The same classes with other settings; name -> class and config.
 MORE_VAES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Cosmos, without wavelets": (
+        "AutoencoderKLCosmos",
+        {
+            "latent_channels": 2, "encoder_block_out_channels": [4, 8, 16], "decode_block_out_channels": [8, 4, 8],
+            "num_layers": 1, "attention_resolutions": [], "temporal_compression_ratio": 4, "patch_type": "rearrange",
+        },
+    ),
     "VQ, with other norms": (
         "VQModel", {**TINY_VAES["VQModel"], "norm_type": "group", "latent_channels": 6, "vq_embed_dim": 4},
     ),
@@ -479,6 +513,35 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
 }
 # The same classes with other settings.
 MORE: dict[str, list[dict[str, Any]]] = {
+    "SparseControlNetModel": [
+        {
+            **TINY["SparseControlNetModel"], "block_out_channels": [8, 16, 16], "layers_per_block": 2,
+            "down_block_types": ["DownBlockMotion", "CrossAttnDownBlockMotion", "CrossAttnDownBlockMotion"],
+            "attention_head_dim": [1, 2, 4], "concat_conditioning_mask": False, "use_linear_projection": True,
+        },
+    ],
+    "ZImageControlNetModel": [
+        {
+            **TINY["ZImageControlNetModel"], "add_control_noise_refiner": "control_noise_refiner",
+            "control_refiner_layers_places": [0, 1], "control_in_dim": 9,
+        },
+    ],
+    "StableCascadeUNet": [
+        {
+            "in_channels": 4, "out_channels": 4, "timestep_ratio_embedding_dim": 6, "conditioning_dim": 12,
+            "block_out_channels": [8, 16], "num_attention_heads": [0, 4], "down_num_layers_per_block": [2, 1],
+            "up_num_layers_per_block": [1, 2], "up_blocks_repeat_mappers": [3, 2], "patch_size": 2,
+            "block_types_per_layer": [
+                ["SDCascadeResBlock", "SDCascadeTimestepBlock"],
+                ["SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"],
+            ],
+            "clip_text_pooled_in_channels": 6, "clip_seq": 2, "effnet_in_channels": 5, "pixel_mapper_in_channels": 3,
+            "timestep_conditioning_type": ["sca"], "self_attn": [True, False],
+        },
+    ],
+    "UVit2DModel": [
+        {**TINY["UVit2DModel"], "downsample": True, "upsample": True, "use_bias": True, "block_out_channels": 24},
+    ],
     "UNet2DConditionModel": [
         {
             "sample_size": 8, "block_out_channels": [8, 16, 16], "layers_per_block": 2, "cross_attention_dim": 10,
@@ -498,6 +561,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
             **TINY["UNet2DConditionModel"], "class_embed_type": "projection",
             "projection_class_embeddings_input_dim": 6,
         },
+        {**TINY["UNet2DConditionModel"], "encoder_hid_dim_type": "ip_image_proj", "ip_image_dim": 14},
     ],
     "MotifVideoTransformer3DModel": [
         {
@@ -612,7 +676,8 @@ def make_inputs(name: str, config: dict[str, Any], batch: int, text: int, grid: 
 
 
 def flatten(out: Any) -> list[torch.Tensor]:
-    """The tensors of what a model returns: a sample, a list of samples, the lists of a ControlNet."""
+    """The tensors of what a model returns: a sample, a list of samples, the lists of a ControlNet, or its table."""
+    out = [*out.values()] if isinstance(out, dict) else out
     return [out] if isinstance(out, torch.Tensor) else [tensor for each in out or () for tensor in flatten(each)]
 
 
@@ -620,7 +685,8 @@ def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> O
     """What a counter sees of one forward pass, or of one with its backward pass; attention is plain products."""
     model.train(train)
 
-    more = {} if type(model).__name__ == "T2IAdapter" else {"return_dict": False}
+    plain = ("T2IAdapter", "UVit2DModel", "ZImageControlNetModel")  # return no object
+    more = {} if type(model).__name__ in plain else {"return_dict": False}
 
     def step() -> None:
         with torch.set_grad_enabled(train):

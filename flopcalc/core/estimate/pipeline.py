@@ -460,6 +460,7 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
         if isinstance(config, Mapping):
             if kind == _DENOISER:
                 config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
+            config = {**config, **pipeline.list_passed(name)}
             parts.append(PipelinePart(name, kind, make(_bind_part(source, name, kind, config), True)))
     for modules in pipeline.perturbed:
         parts.append(PipelinePart(_DENOISER, _PERTURBED, make(_perturb(denoiser.model, modules), True)))
@@ -525,9 +526,13 @@ def _bind_part(source: Source, name: str, kind: str, config: Mapping[str, Any]) 
             return moved.replace(tied=f"{name}.{moved.tied}")
         return moved
 
+    def share(op: Op) -> Op:
+        return op.replace(again=True) if isinstance(op, Weighted) else op  # its weights are the denoiser's
+
     def put(stage: Stage) -> Stage:
         reads = None if stage.reads is None else (f"{name}.{stage.reads[0]}", stage.reads[1])
         adds = None if stage.adds is None else f"{name}.{stage.adds}"
+        stage = stage.map_ops(share) if stage.path.startswith(tuple(config.get("shared_modules", ()))) else stage
         return stage.map_ops(move).replace(path=f"{name}.{stage.path}", reads=reads, adds=adds)
 
     return replace(model, stages=tuple(put(stage) for stage in model.stages))

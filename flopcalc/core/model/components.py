@@ -18,7 +18,7 @@ _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
-    "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call",
+    "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -180,13 +180,15 @@ class Pipeline(Value):
         )
         return given, encoded
 
-    def list_passed(self) -> dict[str, Any]:
-        """Keys that the denoiser's config gets from the pipeline: they say how it is called."""
-        passed = self.tables.get("passed", {})
+    def list_passed(self, part: str = "") -> dict[str, Any]:
+        """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called."""
+        passed = self.tables.get("passed_parts", {}).get(part, {}) if part else self.tables.get("passed", {})
         try:
             return {key: evaluate(str(text), self.values) for key, text in passed.items()}
         except MissingNameError as error:
-            raise ConfigError(f"{self.name}: missing key {error.name!r}, needed for its {self.denoiser}") from None
+            raise ConfigError(
+                f"{self.name}: missing key {error.name!r}, needed for its {part or self.denoiser}"
+            ) from None
 
     def encodes_negative(self) -> bool:
         """Whether guidance encodes a second, empty prompt."""

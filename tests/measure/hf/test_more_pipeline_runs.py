@@ -13,7 +13,7 @@ import torch
 from diffusers import DDPMScheduler
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
-from diffusion import ADAPTERS, LATER_VAES, MORE, TINY, build
+from diffusion import ADAPTERS, LATER_VAES, MORE, TINY, TINY_VAES, build
 from PIL import Image
 from test_pipeline_runs import (
     _CONTROL,
@@ -34,6 +34,7 @@ from test_pipeline_runs import CASES as FIRST
 from transformers import BatchFeature
 
 from flopcalc import estimate_flops
+from lab.denoisers import LENT
 
 
 class Tokenizer:
@@ -471,6 +472,44 @@ CASES["mochi"] = Case(
 CASES["image to video"] = _MOTION.change("I2VGenXLPipeline", denoiser="I2VGenXLUNet", images="image", set=_SEEN)
 CASES["image to video"].config = TINY["I2VGenXLUNet"]
 CASES["sd, image variation"].size = (128, 192)
+_CASCADE = Case(
+    "StableCascadePriorPipeline", "StableCascadeUNet", {}, "AutoencoderKL", {}, "DDPMWuerstchenScheduler",
+    size=(256, 384), more={f"{side}prompt_embeds_pooled": torch.randn(1, 1, 6) for side in _SIDES},
+)  # fmt: skip
+_CODES = {"encoder_hidden_states": torch.randn(1, TEXT, 10), "prompt_embeds": torch.randn(1, 6)}
+_WORLD = FIRST["cosmos2"].change(
+    "CosmosTextToWorldPipeline", scheduler="EDMEulerScheduler", frames=17, size=(64, 96), vae="AutoencoderKLCosmos",
+    vae_config={**LATER_VAES["AutoencoderKLCosmos"], "latents_mean": None, "latents_std": None},
+)  # fmt: skip
+CASES |= {
+    "cascade, prior": _CASCADE,
+    "cascade": _CASCADE.change(
+        "StableCascadeDecoderPipeline", sized=False, vae="PaellaVQModel", vae_config=TINY_VAES["PaellaVQModel"],
+        more={"image_embeddings": torch.randn(1, 5, 9, 6)},
+    ),
+    "amused": Case(
+        "AmusedPipeline", "UVit2DModel", {}, "VQModel", {"lookup_from_codebook": True, "norm_type": "group"},
+        "AmusedScheduler", {"mask_token_id": 30}, text=0, asked={"text": TEXT}, more={"width": 64, "height": 96,
+        **_CODES, **{f"negative_{key}": value for key, value in _CODES.items()}},
+    ),
+    "cosmos": _WORLD,
+    "cosmos, video": _WORLD.change("CosmosVideoToWorldPipeline", config={"in_channels": 3}, images="image"),
+}  # fmt: skip
+_Z: dict[str, Any] = {"beside": {key: value for key, value in TINY["ZImageControlNetModel"].items() if key not in LENT}}
+CASES |= {
+    "z-image, controlnet": FIRST["z-image"].change("ZImageControlNetPipeline", images="control_image", **_Z),
+    "z-image, controlnet, inpaint": FIRST["z-image"].change(
+        "ZImageControlNetInpaintPipeline", images="control_image image mask_image", **_Z
+    ),
+    "animatediff, sparse": _MOTION.change(
+        "AnimateDiffSparseControlNetPipeline", more={"conditioning_frames": _FRAMES[:1]},
+        beside=TINY["SparseControlNetModel"],
+    ),
+}  # fmt: skip
+CASES["z-image, controlnet, inpaint"].beside = {**_Z["beside"], "control_in_dim": 9}
+_CASCADE.set = {"text_encoder": Embedder()}
+CASES["cascade"].config = {**MORE["StableCascadeUNet"][0], "in_channels": 4, "out_channels": 4}
+CASES["cascade"].vae_config = {**TINY_VAES["PaellaVQModel"], "latent_channels": 4}
 RUNS = [(name, guided) for name in CASES for guided in (True, False) if CASES[name].scale or not guided]
 
 

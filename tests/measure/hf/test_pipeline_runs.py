@@ -88,7 +88,7 @@ class Case:
         """What a ControlNet's class begins with."""
         kinds = {
             "Flux": "Flux", "QwenImage": "QwenImage", "StableDiffusion3": "SD3", "Sana": "Sana",
-            "HunyuanDiT": "HunyuanDiT2D",
+            "HunyuanDiT": "HunyuanDiT2D", "ZImage": "ZImage",
         }  # fmt: skip
         return next((kind for start, kind in kinds.items() if self.name.startswith(start)), "")
 
@@ -678,13 +678,14 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
     kind = getattr(diffusers, case.name)
     names = inspect.signature(kind.__init__).parameters
     parts: dict[str, Any] = {
-        next(key for key in ("unet", "transformer", "prior") if key in names): denoiser,
+        next(key for key in ("unet", "transformer", "prior", "decoder") if key in names): denoiser,
         **{key: vae for key in ("vae", "movq", "vqvae", "vqgan") if key in names},
     }
     if case.beside and "adapter" in names:
         parts["adapter"] = build("T2IAdapter", case.beside).eval()
     elif case.beside:
         name = "ControlNetUnionModel" if "Union" in case.name else f"{case.kind}ControlNetModel"
+        name = "SparseControlNetModel" if "Sparse" in case.name else name
         parts["controlnet"] = build(name, case.beside).eval()
     watched = torch.nn.ModuleDict(parts)
     parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
@@ -714,6 +715,8 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
     theirs = dict.fromkeys(watched, 0)
     for path, row in counted.rows.items():
         theirs[path.partition(".")[0]] += sum(row)
+    if case.kind == "ZImage" and case.beside:  # some modules are the transformer's too
+        theirs["transformer"] += theirs.pop("controlnet")
     sizes: dict[str, Any] = {"videos": [(*case.size, case.frames)]} if case.frames else {"images": [case.size]}
     if case.text:
         sizes["text"] = TEXT
@@ -729,5 +732,6 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
     ours: dict[str, int] = {}
     for part in estimate.pipeline.parts:
         name = part.name.partition(",")[0]
+        name = name if name in theirs else "transformer"
         ours[name] = ours.get(name, 0) + part.flops.total
     return ours, theirs
