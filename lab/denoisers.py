@@ -13,7 +13,7 @@ import torch
 from flopcalc.core.spec.spec import find_spec
 
 Json = dict[str, Any]
-_NOT_GIVEN = ("model_type", "expand_timesteps")  # what no class takes
+_NOT_GIVEN = ("model_type", "expand_timesteps", "one_face")  # what no class takes
 # A mask is a choice there.
 _UNMASKED = (
     "ControlNetModel", "ControlNetUnionModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
@@ -132,6 +132,25 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         "indices_latents_history_2x": s.ones(2),
         "latents_history_4x": s.noise("b", "in_channels", 16, "h", "w"),
         "indices_latents_history_4x": s.ones(16),
+    },
+    "ConsisIDTransformer3DModel": lambda s: {
+        "id_cond": s.noise(1 if s["one_face"] else "b", "LFE_id_dim"),
+        "id_vit_hidden": [
+            s.noise(1 if s["one_face"] else "b", 577, "LFE_vit_dim") for _ in range(s["LFE_num_scale"] or 0)
+        ],
+    },
+    "BriaFibo2Transformer2DModel": lambda s: {
+        "encoder_hidden_states": s.noise("b", 1 + len(s["injection_layer_ids"]), "n", "cap_feat_dim"),
+        "encoder_attention_mask": None,
+    },
+    "HeliosTransformer3DModel": lambda s: {
+        "indices_hidden_states": s.ones("b", "t"),
+        "latents_history_short": s.noise("b", "c", 2, "h", "w"),
+        "indices_latents_history_short": s.ones("b", 2),
+        "latents_history_mid": s.noise("b", "c", 2, "h", "w"),
+        "indices_latents_history_mid": s.ones("b", 2),
+        "latents_history_long": s.noise("b", "c", 16, "h", "w"),
+        "indices_latents_history_long": s.ones("b", 16),
     },
     "Flux3Transformer2DModel": lambda s: {"target_timestep": s.noise("b")} if s["flow_map"] else {},
     "LTX2VideoTransformer3DModel": _give_sound,

@@ -103,6 +103,23 @@ TINY: dict[str, dict[str, Any]] = {
         "patch_size": [1, 2, 2], "in_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20,
         "num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 6, **_WIDE,
     },
+    "ConsisIDTransformer3DModel": {
+        "in_channels": 4, "out_channels": 4, "time_embed_dim": 6, "text_embed_dim": 10, "num_layers": 4,
+        "sample_width": 8, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 5,
+        "use_rotary_positional_embeddings": True, "is_train_face": True, "cross_attn_dim_head": 8,
+        "cross_attn_num_heads": 2, "LFE_id_dim": 14, "LFE_vit_dim": 18, "LFE_depth": 4, "LFE_dim_head": 6,
+        "LFE_num_heads": 3, "LFE_num_id_token": 2, "LFE_num_querie": 3, "LFE_output_dim": 16, "LFE_ff_mult": 2,
+        "LFE_num_scale": 2, "num_attention_heads": 2, "attention_head_dim": 12,
+    },
+    "BriaFibo2Transformer2DModel": {
+        "in_channels": 4, "dim": 24, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 2, "cap_feat_dim": 10,
+        "injection_layer_ids": [1], "min_num_gist_tokens": 4, "max_num_gist_tokens": 8, "gist_step": 2,
+        "gist_min_text_len": 2, "gist_max_text_len": 10, "axes_dims": [4, 4, 4], "axes_lens": [64, 32, 32],
+    },
+    "HeliosTransformer3DModel": {
+        "in_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20, "num_layers": 2,
+        "rope_dim": [4, 4, 4], **_WIDE,
+    },
     "HunyuanVideo15Transformer3DModel": {
         "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 10,
         "text_embed_2_dim": 6, "image_embed_dim": 14, "patch_size": 2, "rope_axes_dim": [4, 4, 4], **_WIDE,
@@ -540,6 +557,16 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "HunyuanVideoTransformer3DModel": [
         {**TINY["HunyuanVideoTransformer3DModel"], "image_condition_type": "token_replace", "guidance_embeds": False},
         {**TINY["HunyuanVideoTransformer3DModel"], "image_condition_type": "latent_concat", "in_channels": 9},
+    ],
+    "ConsisIDTransformer3DModel": [
+        {**TINY["ConsisIDTransformer3DModel"], "one_face": True, "cross_attn_interval": 4},
+        {**TINY["ConsisIDTransformer3DModel"], "is_train_face": False, "num_layers": 3},
+    ],
+    "HeliosTransformer3DModel": [
+        {
+            **TINY["HeliosTransformer3DModel"], "guidance_cross_attn": False, "zero_history_timestep": False,
+            "is_amplify_history": True,
+        },
     ],
     "SkyReelsV2Transformer3DModel": [
         {**TINY["SkyReelsV2Transformer3DModel"], "in_channels": 9, "image_dim": 7, "added_kv_proj_dim": 24},

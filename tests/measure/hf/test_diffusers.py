@@ -52,7 +52,7 @@ TARGETS = {
     "PRXTransformer2DModel": ["img_qkv_proj", "to_out.0"],
 }
 FRAMES = (
-    "Allegro", "AnyFlow", "Chrono", "CogVideoX", "Cosmos", "EasyAnimate", "HunyuanVideo", "I2VGenXL",
+    "Allegro", "AnyFlow", "Chrono", "CogVideoX", "ConsisID", "Cosmos", "EasyAnimate", "Helios", "HunyuanVideo", "I2VGenXL",
     "JoyImageEditTransformer",
     "Kandinsky5", "LTX2Video", "LTXVideo", "Latte", "Mochi", "MotifVideo", "SanaVideo", "SkyReels", "UNet3D",
     "UNetMotion", "UNetSpatio", "Wan",
