@@ -120,6 +120,31 @@ TINY: dict[str, dict[str, Any]] = {
         "in_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20, "num_layers": 2,
         "rope_dim": [4, 4, 4], **_WIDE,
     },
+    "WanAnimateTransformer3DModel": {
+        "in_channels": 12, "latent_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20,
+        "num_layers": 4, "image_dim": 7, "added_kv_proj_dim": 24, "motion_encoder_size": 16, "motion_style_dim": 14,
+        "motion_encoder_channel_sizes": {"4": 6, "8": 8, "16": 4}, "motion_dim": 3, "motion_encoder_dim": 10,
+        "face_encoder_hidden_dim": 12, "face_encoder_num_heads": 2, "inject_face_latents_blocks": 2, **_WIDE,
+    },
+    "Ideogram4Transformer2DModel": {
+        "in_channels": 8, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "intermediate_size": 20,
+        "adaln_dim": 6, "llm_features_dim": 10, "mrope_section": [2, 2, 2],
+    },
+    "MiniMaxH3Transformer3DModel": {
+        "hidden_size": 20, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 18, "in_channels": 4,
+        "audio_in_channels": 6, "text_dim": 10, "freq_dim": 16, "time_embed_hidden_dim": 14, "time_embed_dim": 8,
+        "rope_freq_dim": 2, **_WIDE,
+    },
+    "Cosmos3OmniTransformer": {
+        "head_dim": 12, "hidden_size": 20, "intermediate_size": 18, "latent_channel": 4, "num_attention_heads": 2,
+        "num_hidden_layers": 2, "num_key_value_heads": 1, "patch_latent_dim": 16, "vocab_size": 30,
+        "rope_axes_dim": [2, 2, 2],
+    },
+    "Kandinsky6Transformer3DModel": {
+        "in_visual_dim": 4, "out_visual_dim": 2, "in_text_dim": 10, "in_text_dim2": 6, "time_dim": 14, "model_dim": 24,
+        "ff_dim": 20, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": [4, 4, 4], "visual_cond": False,
+        "in_audio_dim": 6, "out_audio_dim": 8,
+    },
     "HunyuanVideo15Transformer3DModel": {
         "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 10,
         "text_embed_2_dim": 6, "image_embed_dim": 14, "patch_size": 2, "rope_axes_dim": [4, 4, 4], **_WIDE,
@@ -566,6 +591,26 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {
             **TINY["HeliosTransformer3DModel"], "guidance_cross_attn": False, "zero_history_timestep": False,
             "is_amplify_history": True,
+        },
+    ],
+    "WanAnimateTransformer3DModel": [
+        {
+            **TINY["WanAnimateTransformer3DModel"], "added_kv_proj_dim": None, "motion_encoder_channel_sizes": None,
+            "motion_encoder_size": 8, "inject_face_latents_blocks": 4,
+        },
+    ],
+    "Cosmos3OmniTransformer": [
+        {
+            **TINY["Cosmos3OmniTransformer"], "hidden_act": "relu2", "qk_norm_for_text": False,
+            "use_und_k_norm_for_gen": True, "action_gen": True, "action_dim": 5, "sound_gen": True, "sound_dim": 7,
+            "attention_bias": True,
+        },
+    ],
+    "Kandinsky6Transformer3DModel": [
+        {
+            **TINY["Kandinsky6Transformer3DModel"], "visual_cond": True, "model_dim_a": 12, "time_dim_a": 10,
+            "ff_dim_a": 16, "axes_dims_a": [2, 2, 2], "cross_gates": True, "fix_modulation": True,
+            "visual_token_type_num_embeddings": 2,
         },
     ],
     "SkyReelsV2Transformer3DModel": [
