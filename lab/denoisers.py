@@ -209,6 +209,7 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         "audio_hidden_states": s.noise("b", -(-((s["t"] - 1) * 4 + 1) * 44100 // 24 // 1024), "in_audio_dim"),
         "encoder_attention_mask": None,
     },
+    "DreamLiteUNetModel": lambda s: {"added_cond_kwargs": {"time_ids": s.noise("b", 2)}},
     "Flux3Transformer2DModel": lambda s: {"target_timestep": s.noise("b")} if s["flow_map"] else {},
     "LTX2VideoTransformer3DModel": _give_sound,
     "QwenImage21Transformer2DModel": lambda s: {

@@ -145,6 +145,11 @@ TINY: dict[str, dict[str, Any]] = {
         "ff_dim": 20, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": [4, 4, 4], "visual_cond": False,
         "in_audio_dim": 6, "out_audio_dim": 8,
     },
+    "DreamLiteUNetModel": {
+        "block_out_channels": [8, 16, 16], "layers_per_block": 1, "cross_attention_dim": 12, "norm_num_groups": 4,
+        "attention_head_dim": 2, "encoder_hid_dim": 10, "encoder_hid_dim_type": "text_proj_rms", "ff_mult": 3,
+        "addition_embed_type": "time", "addition_time_embed_dim": 2, "projection_class_embeddings_input_dim": 4,
+    },
     "HunyuanVideo15Transformer3DModel": {
         "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 10,
         "text_embed_2_dim": 6, "image_embed_dim": 14, "patch_size": 2, "rope_axes_dim": [4, 4, 4], **_WIDE,
@@ -611,6 +616,13 @@ MORE: dict[str, list[dict[str, Any]]] = {
             **TINY["Kandinsky6Transformer3DModel"], "visual_cond": True, "model_dim_a": 12, "time_dim_a": 10,
             "ff_dim_a": 16, "axes_dims_a": [2, 2, 2], "cross_gates": True, "fix_modulation": True,
             "visual_token_type_num_embeddings": 2,
+        },
+    ],
+    "DreamLiteUNetModel": [
+        {
+            **TINY["DreamLiteUNetModel"], "use_sep_conv": False, "num_kv_heads": None, "qk_norm": None,
+            "num_mid_layers": 2, "use_linear_projection": True, "transformer_layers_per_block": [1, 2, 2],
+            "encoder_hid_dim_type": "text_proj", "attention_head_dim": [1, 2, 4], "layers_per_block": 2,
         },
     ],
     "SkyReelsV2Transformer3DModel": [

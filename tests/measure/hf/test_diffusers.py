@@ -54,10 +54,9 @@ TARGETS = {
     "PRXTransformer2DModel": ["img_qkv_proj", "to_out.0"],
 }
 FRAMES = (
-    "Allegro", "AnyFlow", "Chrono", "CogVideoX", "ConsisID", "Cosmos", "EasyAnimate", "Helios", "HunyuanVideo", "I2VGenXL",
-    "JoyImageEditTransformer",
-    "Kandinsky5", "Kandinsky6", "LTX2Video", "LTXVideo", "Latte", "MiniMax", "Mochi", "MotifVideo", "SanaVideo", "SkyReels", "UNet3D",
-    "UNetMotion", "UNetSpatio", "Wan",
+    "Allegro", "AnyFlow", "Chrono", "CogVideoX", "ConsisID", "Cosmos", "EasyAnimate", "Helios", "HunyuanVideo",
+    "I2VGenXL", "JoyImageEditTransformer", "Kandinsky5", "Kandinsky6", "LTX2Video", "LTXVideo", "Latte", "MiniMax",
+    "Mochi", "MotifVideo", "SanaVideo", "SkyReels", "UNet3D", "UNetMotion", "UNetSpatio", "Wan",
 )  # fmt: skip
 CONFIGS = {f"{name} {i}": (name, config) for name in TINY for i, config in enumerate((TINY[name], *MORE.get(name, [])))}
 SPECS = {name: find_spec(name) for name in TINY}
