@@ -82,17 +82,18 @@ def _give_sound(s: _Sizes) -> Json:
 def _give_sequence(s: _Sizes) -> Json:
     """One sequence of text, audio and video, as MiniMax-H3 reads it."""
     sound = 2 * round(((s["t"] - 2) // 5 * 17 + 5) / 24 * 40)
-    lengths = (s["n"], sound, s["p"] // 4)
-    whole = s.places(sum(lengths))
-    indices = dict(zip(("text_indices", "audio_indices", "video_indices"), whole.split(lengths), strict=True))
+    heard = s["n"] + sound  # where the video begins
+    whole = s.places(heard + s["p"] // 4)
     return {
-        "hidden_states": s.noise("b", lengths[2], 4 * s["in_channels"]),
+        "hidden_states": s.noise("b", s["p"] // 4, 4 * s["in_channels"]),
         "audio_hidden_states": s.noise("b", sound, "audio_in_channels"),
         "timestep": s.noise(2),
-        "timestep_indices": s.zeros(sum(lengths)),
-        "token_tags": s.zeros(sum(lengths)),
-        "position_ids": s.zeros(sum(lengths), 3),
-        **indices,
+        "timestep_indices": s.zeros(len(whole)),
+        "token_tags": s.zeros(len(whole)),
+        "position_ids": s.zeros(len(whole), 3),
+        "text_indices": whole[: s["n"]],
+        "audio_indices": whole[s["n"] : heard],
+        "video_indices": whole[heard:],
     }
 
 

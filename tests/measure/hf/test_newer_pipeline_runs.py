@@ -13,8 +13,9 @@ import diffusers
 import torch
 from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
 from diffusion import TINY
+from PIL import Image
 from test_pipeline_runs import CASES as FIRST
-from test_pipeline_runs import EULER, PLAIN, TEXT, TWO, Case, count_both
+from test_pipeline_runs import EULER, FLOW, PLAIN, TEXT, TWO, Case, ImageEncoder, count_both
 
 from flopcalc import estimate_flops
 
@@ -41,6 +42,13 @@ class Dtype(torch.nn.Module):
     device, dtype = torch.device("cpu"), torch.float32
 
 
+def encode_packed(grid_h: int, grid_w: int, max_sequence_length: int, **_options: Any) -> tuple[Any, ...]:
+    """As Ideogram 4 encodes a prompt: features and positions, samples and kinds of every place."""
+    places = max_sequence_length + grid_h * grid_w
+    kinds = torch.cat([torch.full((1, max_sequence_length), 3), torch.full((1, grid_h * grid_w), 2)], dim=1)
+    return torch.randn(1, places, 10), torch.zeros(1, places, 3).long(), torch.ones(1, places).long(), kinds
+
+
 def encode_prompts(prompts: list[str], **_options: Any) -> tuple[Any, Any]:
     """As DreamLite encodes prompts: embeddings and a mask."""
     return torch.randn(len(prompts), TEXT, 10), torch.ones(len(prompts), TEXT).long()
@@ -64,6 +72,17 @@ CASES = {
         "HeliosPipeline", "HeliosTransformer3DModel", TWO, "AutoencoderKLWan", PLAIN, EULER, frames=50, scale="always",
         size=(32, 48), steps=2,
     ),
+    "wan animate": Case(
+        "WanAnimatePipeline", "WanAnimateTransformer3DModel",
+        {"in_channels": 8, "latent_channels": 2, "out_channels": 2}, "AutoencoderKLWan", PLAIN,
+        "UniPCMultistepScheduler", FLOW, frames=78, text=512, scale="", size=(16, 32), steps=1, images="image",
+        video="pose_video", more={"face_video": [Image.new("RGB", (16, 16))] * 78}, asked={"text": 512},
+    ),
+    "ideogram 4": Case(
+        "Ideogram4Pipeline", "Ideogram4Transformer2DModel", {}, "AutoencoderKLFlux2", {}, EULER, scale="", text=0,
+        asked={"text": TEXT},
+        more={**_SIZE, "prompt": "words", "max_sequence_length": TEXT, "guidance_schedule": (4.0,) * 3},
+    ),
     "dreamlite": Case(
         "DreamLitePipeline", "DreamLiteUNetModel", {"in_channels": 2, "out_channels": 2}, "AutoencoderTiny", {},
         EULER, {"use_dynamic_shifting": True}, text=0, asked={"text": TEXT}, more={**_SIZE, "prompt": "words"},
@@ -72,6 +91,9 @@ CASES = {
 _FACES = {"in_channels": 4, "out_channels": 2, "attention_head_dim": 16, "LFE_output_dim": 21}
 CASES["consisid"].config = {**TINY["ConsisIDTransformer3DModel"], **_FACES, "max_text_seq_length": TEXT}
 CASES["kandinsky 6"].set = {"audio_vae": Sound(), "vocoder": Sound()}
+CASES["wan animate"].set = {"image_encoder": ImageEncoder(), "image_processor": ImageEncoder()}
+CASES["ideogram 4"].set = {"encode_prompt": encode_packed}
+CASES["ideogram 4"].beside = TINY["Ideogram4Transformer2DModel"]
 CASES["dreamlite"].set = {"encode_prompt": encode_prompts, "text_encoder": Dtype()}
 CASES["dreamlite, mobile"] = CASES["dreamlite"].change("DreamLiteMobilePipeline", scale="")
 ALWAYS_GUIDED = ("dreamlite",)
