@@ -14,7 +14,7 @@ from flopcalc.core.spec.spec import find_spec
 
 Json = dict[str, Any]
 LENT = ("in_channels", "cap_feat_dim", "axes_dims", "axes_lens")  # what a ControlNet takes from its transformer
-_NOT_GIVEN = ("model_type", "expand_timesteps")  # what no class takes
+_NOT_GIVEN = ("model_type", "expand_timesteps", "one_face")  # what no class takes
 # A mask is a choice there.
 _UNMASKED = (
     "ControlNetModel", "ControlNetUnionModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
@@ -25,7 +25,7 @@ _UNMASKED = (
 _TEXT_WIDTHS = (
     "encoder_hid_dim", "joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels", "cap_feat_dim",
     "in_text_dim", "cross_attention_dim", "text_in_dim", "context_in_dim", "text_hidden_dim", "hidden_size",
-    "embedding_dim", "clip_text_in_channels", "clip_text_pooled_in_channels",
+    "embedding_dim", "clip_text_in_channels", "clip_text_pooled_in_channels", "llm_features_dim",
 )  # fmt: skip
 
 
@@ -46,6 +46,9 @@ class _Sizes:
 
     def zeros(self, *axes: str | int) -> torch.Tensor:
         return self.ones(*axes) * 0
+
+    def places(self, many: int) -> torch.Tensor:
+        return torch.arange(many, device=self._place["device"])
 
     def _find(self, axes: tuple[str | int, ...]) -> list[int]:
         return [self._sizes[axis] if isinstance(axis, str) else axis for axis in axes]
@@ -75,6 +78,44 @@ def _give_sound(s: _Sizes) -> Json:
         "audio_timestep": s.noise("b"),
         "encoder_attention_mask": None,
         **({"timestep": s.noise("b", "p")} if s["expand_timesteps"] else {}),
+    }
+
+
+def _give_sequence(s: _Sizes) -> Json:
+    """One sequence of text, audio and video, as MiniMax-H3 reads it."""
+    sound = 2 * round(((s["t"] - 2) // 5 * 17 + 5) / 24 * 40)
+    heard = s["n"] + sound  # where the video begins
+    whole = s.places(heard + s["p"] // 4)
+    return {
+        "hidden_states": s.noise("b", s["p"] // 4, 4 * s["in_channels"]),
+        "audio_hidden_states": s.noise("b", sound, "audio_in_channels"),
+        "timestep": s.noise(2),
+        "timestep_indices": s.zeros(len(whole)),
+        "token_tags": s.zeros(len(whole)),
+        "position_ids": s.zeros(len(whole), 3),
+        "text_indices": whole[: s["n"]],
+        "audio_indices": whole[s["n"] : heard],
+        "video_indices": whole[heard:],
+    }
+
+
+def _give_patches(s: _Sizes) -> Json:
+    """One text and one video, as Cosmos 3 reads them."""
+    shape = (s["t"], -(-s["h"] // 2), -(-s["w"] // 2))
+    text, patches = s["n"], shape[0] * shape[1] * shape[2]
+    places = text + s.places(patches)
+    return {
+        "input_ids": s.zeros("n"),
+        "text_indexes": s.places(text),
+        "position_ids": s.zeros(3, text + patches),
+        "und_len": text,
+        "sequence_length": text + patches,
+        "vision_tokens": [s.noise(1, "latent_channel", "t", "h", "w")],
+        "vision_token_shapes": [shape],
+        "vision_sequence_indexes": places,
+        "vision_mse_loss_indexes": places,
+        "vision_timesteps": s.noise(patches),
+        "vision_noisy_frame_indexes": [s.places(shape[0])],
     }
 
 
@@ -135,6 +176,43 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         "latents_history_4x": s.noise("b", "in_channels", 16, "h", "w"),
         "indices_latents_history_4x": s.ones(16),
     },
+    "ConsisIDTransformer3DModel": lambda s: {
+        "id_cond": s.noise(1 if s["one_face"] else "b", "LFE_id_dim"),
+        "id_vit_hidden": [
+            s.noise(1 if s["one_face"] else "b", 577, "LFE_vit_dim") for _ in range(s["LFE_num_scale"] or 0)
+        ],
+    },
+    "BriaFibo2Transformer2DModel": lambda s: {
+        "encoder_hidden_states": s.noise("b", 1 + len(s["injection_layer_ids"]), "n", "cap_feat_dim"),
+        "encoder_attention_mask": None,
+    },
+    "HeliosTransformer3DModel": lambda s: {
+        "indices_hidden_states": s.ones("b", "t"),
+        "latents_history_short": s.noise("b", "c", 2, "h", "w"),
+        "indices_latents_history_short": s.ones("b", 2),
+        "latents_history_mid": s.noise("b", "c", 2, "h", "w"),
+        "indices_latents_history_mid": s.ones("b", 2),
+        "latents_history_long": s.noise("b", "c", 16, "h", "w"),
+        "indices_latents_history_long": s.ones("b", 16),
+    },
+    "WanAnimateTransformer3DModel": lambda s: {
+        "pose_hidden_states": s.noise("b", "latent_channels", s["t"] - 1, "h", "w"),
+        "face_pixel_values": s.noise("b", 3, (s["t"] - 2) * 4 + 1, "motion_encoder_size", "motion_encoder_size"),
+    },
+    "Ideogram4Transformer2DModel": lambda s: {
+        "hidden_states": s.noise("b", s["n"] + s["p"], "c"),
+        "encoder_hidden_states": s.noise("b", s["n"] + s["p"], "llm_features_dim"),
+        "position_ids": s.zeros("b", s["n"] + s["p"], 3),
+        "segment_ids": s.ones("b", s["n"] + s["p"]),
+        "indicator": torch.cat([3 * s.ones("b", "n"), 2 * s.ones("b", "p")], dim=1),
+    },
+    "MiniMaxH3Transformer3DModel": _give_sequence,
+    "Cosmos3OmniTransformer": _give_patches,
+    "Kandinsky6Transformer3DModel": lambda s: {
+        "audio_hidden_states": s.noise("b", -(-((s["t"] - 1) * 4 + 1) * 44100 // 24 // 1024), "in_audio_dim"),
+        "encoder_attention_mask": None,
+    },
+    "DreamLiteUNetModel": lambda s: {"added_cond_kwargs": {"time_ids": s.noise("b", 2)}},
     "Flux3Transformer2DModel": lambda s: {"target_timestep": s.noise("b")} if s["flow_map"] else {},
     "LTX2VideoTransformer3DModel": _give_sound,
     "QwenImage21Transformer2DModel": lambda s: {
@@ -304,7 +382,8 @@ def make_denoiser_inputs(
         given["pooled_projections"] = torch.randn(batch, width, **place)
     if "visual_rope_pos" in taken:
         given["visual_rope_pos"] = [torch.arange(size // side) for size, side in zip(grid, (1, 2, 2), strict=True)]
-        given["text_rope_pos"] = torch.arange(text)
+        if "text_rope_pos" in taken:
+            given["text_rope_pos"] = torch.arange(text)
     if channels := config.get("vace_in_channels"):
         given["control_hidden_states"] = torch.randn(batch, channels, *grid, **place)
     if name == "HunyuanVideo15Transformer3DModel":

@@ -23,12 +23,13 @@ KINDS: dict[str, tuple[str, ...]] = {
         "copy": "clone copy_ copy repeat repeat_interleave roll flip slice_backward select_backward slice_scatter "
         "select_scatter as_strided_scatter unfold_backward view_copy expand_copy _reshape_copy im2col col2im "
         "constant_pad_nd reflection_pad2d reflection_pad2d_backward reflection_pad3d pixel_shuffle pixel_unshuffle "
-        "replication_pad2d tril triu split_with_sizes_copy replication_pad3d replication_pad3d_backward",
+        "replication_pad1d replication_pad1d_backward replication_pad2d replication_pad3d replication_pad3d_backward tril "
+        "triu split_with_sizes_copy diag_embed",
         "cat": "cat stack",
         "reduce": "mean sum any all amax amin max min var std prod norm linalg_vector_norm logsumexp argmax argmin "
         "var_mean _is_all_true _is_any_true count_nonzero aminmax nansum std_mean",
         "norm": "native_layer_norm _fused_rms_norm native_group_norm native_batch_norm _native_batch_norm_legit "
-        "_weight_norm_interface",
+        "_weight_norm_interface linalg_qr",
         "norm_backward": "native_layer_norm_backward _fused_rms_norm_backward native_group_norm_backward "
         "native_batch_norm_backward _weight_norm_interface_backward",
         "softmax": "_softmax _safe_softmax _log_softmax",
@@ -76,6 +77,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "log_sigmoid_backward hardsigmoid_backward native_dropout_backward _prelu_kernel _prelu_kernel_backward",
     }.items()
 }
+# Parts of the names of modules that make rotary embeddings: none of their products is work of the model.
+ROTARY = ("RotaryEmbedding", "MRoPE")
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
 

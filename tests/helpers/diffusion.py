@@ -103,6 +103,53 @@ TINY: dict[str, dict[str, Any]] = {
         "patch_size": [1, 2, 2], "in_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20,
         "num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 6, **_WIDE,
     },
+    "ConsisIDTransformer3DModel": {
+        "in_channels": 4, "out_channels": 4, "time_embed_dim": 6, "text_embed_dim": 10, "num_layers": 4,
+        "sample_width": 8, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 5,
+        "use_rotary_positional_embeddings": True, "is_train_face": True, "cross_attn_dim_head": 8,
+        "cross_attn_num_heads": 2, "LFE_id_dim": 14, "LFE_vit_dim": 18, "LFE_depth": 4, "LFE_dim_head": 6,
+        "LFE_num_heads": 3, "LFE_num_id_token": 2, "LFE_num_querie": 3, "LFE_output_dim": 16, "LFE_ff_mult": 2,
+        "LFE_num_scale": 2, "num_attention_heads": 2, "attention_head_dim": 12,
+    },
+    "BriaFibo2Transformer2DModel": {
+        "in_channels": 4, "dim": 24, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 2, "cap_feat_dim": 10,
+        "injection_layer_ids": [1], "min_num_gist_tokens": 4, "max_num_gist_tokens": 8, "gist_step": 2,
+        "gist_min_text_len": 2, "gist_max_text_len": 10, "axes_dims": [4, 4, 4], "axes_lens": [64, 32, 32],
+    },
+    "HeliosTransformer3DModel": {
+        "in_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20, "num_layers": 2,
+        "rope_dim": [4, 4, 4], **_WIDE,
+    },
+    "WanAnimateTransformer3DModel": {
+        "in_channels": 12, "latent_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20,
+        "num_layers": 4, "image_dim": 7, "added_kv_proj_dim": 24, "motion_encoder_size": 16, "motion_style_dim": 14,
+        "motion_encoder_channel_sizes": {"4": 6, "8": 8, "16": 4}, "motion_dim": 3, "motion_encoder_dim": 10,
+        "face_encoder_hidden_dim": 12, "face_encoder_num_heads": 2, "inject_face_latents_blocks": 2, **_WIDE,
+    },
+    "Ideogram4Transformer2DModel": {
+        "in_channels": 8, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "intermediate_size": 20,
+        "adaln_dim": 6, "llm_features_dim": 10, "mrope_section": [2, 2, 2],
+    },
+    "MiniMaxH3Transformer3DModel": {
+        "hidden_size": 20, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 18, "in_channels": 4,
+        "audio_in_channels": 6, "text_dim": 10, "freq_dim": 16, "time_embed_hidden_dim": 14, "time_embed_dim": 8,
+        "rope_freq_dim": 2, **_WIDE,
+    },
+    "Cosmos3OmniTransformer": {
+        "head_dim": 12, "hidden_size": 20, "intermediate_size": 18, "latent_channel": 4, "num_attention_heads": 2,
+        "num_hidden_layers": 2, "num_key_value_heads": 1, "patch_latent_dim": 16, "vocab_size": 30,
+        "rope_axes_dim": [2, 2, 2],
+    },
+    "Kandinsky6Transformer3DModel": {
+        "in_visual_dim": 4, "out_visual_dim": 2, "in_text_dim": 10, "in_text_dim2": 6, "time_dim": 14, "model_dim": 24,
+        "ff_dim": 20, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": [4, 4, 4], "visual_cond": False,
+        "in_audio_dim": 6, "out_audio_dim": 8,
+    },
+    "DreamLiteUNetModel": {
+        "block_out_channels": [8, 16, 16], "layers_per_block": 1, "cross_attention_dim": 12, "norm_num_groups": 4,
+        "attention_head_dim": 2, "encoder_hid_dim": 10, "encoder_hid_dim_type": "text_proj_rms", "ff_mult": 3,
+        "addition_embed_type": "time", "addition_time_embed_dim": 2, "projection_class_embeddings_input_dim": 4,
+    },
     "HunyuanVideo15Transformer3DModel": {
         "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 10,
         "text_embed_2_dim": 6, "image_embed_dim": 14, "patch_size": 2, "rope_axes_dim": [4, 4, 4], **_WIDE,
@@ -604,6 +651,43 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "HunyuanVideoTransformer3DModel": [
         {**TINY["HunyuanVideoTransformer3DModel"], "image_condition_type": "token_replace", "guidance_embeds": False},
         {**TINY["HunyuanVideoTransformer3DModel"], "image_condition_type": "latent_concat", "in_channels": 9},
+    ],
+    "ConsisIDTransformer3DModel": [
+        {**TINY["ConsisIDTransformer3DModel"], "one_face": True, "cross_attn_interval": 4},
+        {**TINY["ConsisIDTransformer3DModel"], "is_train_face": False, "num_layers": 3},
+    ],
+    "HeliosTransformer3DModel": [
+        {
+            **TINY["HeliosTransformer3DModel"], "guidance_cross_attn": False, "zero_history_timestep": False,
+            "is_amplify_history": True,
+        },
+    ],
+    "WanAnimateTransformer3DModel": [
+        {
+            **TINY["WanAnimateTransformer3DModel"], "added_kv_proj_dim": None, "motion_encoder_channel_sizes": None,
+            "motion_encoder_size": 8, "inject_face_latents_blocks": 4,
+        },
+    ],
+    "Cosmos3OmniTransformer": [
+        {
+            **TINY["Cosmos3OmniTransformer"], "hidden_act": "relu2", "qk_norm_for_text": False,
+            "use_und_k_norm_for_gen": True, "action_gen": True, "action_dim": 5, "sound_gen": True, "sound_dim": 7,
+            "attention_bias": True,
+        },
+    ],
+    "Kandinsky6Transformer3DModel": [
+        {
+            **TINY["Kandinsky6Transformer3DModel"], "visual_cond": True, "model_dim_a": 12, "time_dim_a": 10,
+            "ff_dim_a": 16, "axes_dims_a": [2, 2, 2], "cross_gates": True, "fix_modulation": True,
+            "visual_token_type_num_embeddings": 2,
+        },
+    ],
+    "DreamLiteUNetModel": [
+        {
+            **TINY["DreamLiteUNetModel"], "use_sep_conv": False, "num_kv_heads": None, "qk_norm": None,
+            "num_mid_layers": 2, "use_linear_projection": True, "transformer_layers_per_block": [1, 2, 2],
+            "encoder_hid_dim_type": "text_proj", "attention_head_dim": [1, 2, 4], "layers_per_block": 2,
+        },
     ],
     "SkyReelsV2Transformer3DModel": [
         {**TINY["SkyReelsV2Transformer3DModel"], "in_channels": 9, "image_dim": 7, "added_kv_proj_dim": 24},

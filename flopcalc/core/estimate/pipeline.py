@@ -100,7 +100,10 @@ class PipelineEstimator(Estimator):
                 f"{width}x{height}: {self.source.name} makes images whose width and height are multiples of {multiple}"
             )
         pixels, per_frame = self._find_factors()
-        grid = latents.make_grid(width, height, frames, pixels, per_frame)
+        section, sections = frames, 1
+        if pipeline is not None and (samples or asked.size is None):
+            section, sections = pipeline.count_sections(frames, samples)
+        grid = latents.make_grid(width, height, section, pixels, per_frame)
         text = self._find_text(asked)
         guided = samples and (
             asked.guidance if asked.guidance is not None else pipeline is not None and pipeline.guidance
@@ -114,7 +117,8 @@ class PipelineEstimator(Estimator):
             first = pipeline.count_first(steps, runs_of_steps)
         passes = pipeline.passes if guided and pipeline is not None else 1 + bool(guided)
         references = asked.references if asked.references is not None or pipeline is None else pipeline.references
-        grid = (grid[0] * (1 + (references or 0)), *grid[1:])
+        leading = 0 if pipeline is None else pipeline.tables.get("leading", 0)  # latents of a given image before them
+        grid = (grid[0] * (1 + (references or 0)) + int(leading), *grid[1:])
         chosen = self._choose(asked.parts)
         batch = asked.batch * asked.images_per_prompt
         read = pipeline.count_read(text) if pipeline is not None else text
@@ -127,15 +131,15 @@ class PipelineEstimator(Estimator):
                 PartRun(name, kind, estimate.terms[0].estimator.spec.name, estimate.terms[0].times, estimate.flops)
             )
 
-        def make_load(many: int, phase: Phase = "forward") -> Workload:
-            return Workload(many, read, phase=phase, grids=(grid,) * many)
+        def make_load(many: int, phase: Phase = "forward", text: int = read) -> Workload:
+            return Workload(many, text, phase=phase, grids=(grid,) * many)
 
         # Most pipelines' passes cost the same, whether they are one call or several.
         calls = 1 if pipeline is not None and pipeline.tables.get("one_call") else passes
         if "denoiser" in chosen and first:
             load = make_load(batch * passes // calls, "forward" if phase == "sample" else phase)
             name = pipeline.denoiser if pipeline is not None else _DENOISER
-            add(name, _DENOISER, self.denoiser.estimate(load) * (first * calls))
+            add(name, _DENOISER, self.denoiser.estimate(load) * (first * calls * sections))
         for part in self.parts:
             if part.name not in chosen:
                 continue
@@ -151,7 +155,10 @@ class PipelineEstimator(Estimator):
                 # Once in a step, with the prompt alone; or once in a run, for the images of a prompt.
                 once = pipeline is not None and pipeline.tables.get("beside_once")
                 times = runs_of_steps * (1 if once else calls + sum(other.kind == _PERTURBED for other in self.parts))
-                load = make_load(asked.batch if once == "run" else batch if once else batch * passes // calls)
+                load = make_load(
+                    asked.batch if once == "run" else batch if once else batch * passes // calls,
+                    text=read if pipeline is None else int(pipeline.tables.get("beside_text", read)),
+                )
                 add(part.name, _BESIDE, part.estimator.estimate(load) * (1 if once == "run" else times))
             elif part.kind == _IMAGE:
                 pictures = 1 if pipeline is None else int(pipeline.tables.get("pictures", 1))
@@ -162,22 +169,20 @@ class PipelineEstimator(Estimator):
                 estimate = part.estimator.estimate(Workload(asked.batch, length, phase="forward"))
                 add(part.name, _TEXT, estimate * (2 if guided and pipeline.encodes_negative() else 1))
             else:
-                times = latents.count_times(frames, per_frame)
+                times = latents.count_times(section, per_frame)
                 places = (times, grid[1] * latents.pack, grid[2] * latents.pack)
                 sides: dict[str, Any] = (
-                    {"videos": (places,) * batch} if samples else {"grids": ((frames, height, width),) * batch}
+                    {"videos": (places,) * batch} if samples else {"grids": ((section, height, width),) * batch}
                 )
                 estimate = part.estimator.estimate(Workload(batch, 0, phase="forward", **sides))
-                estimate *= pipeline.decoded if pipeline is not None and samples else 1
-                given, encoded = (
-                    pipeline.count_given(frames, strength, bool(guided)) if pipeline is not None else (0, 0)
-                )
-                encoded += references or 0
-                if encoded:  # what the VAE encodes for the denoiser, once for a prompt
-                    start = ((given, height, width),) * asked.batch
-                    estimate += (
-                        part.estimator.estimate(Workload(asked.batch, 0, phase="forward", grids=start)) * encoded
-                    )
+                estimate *= pipeline.decoded * sections if pipeline is not None and samples else 1
+                found = pipeline.count_given(frames, strength, bool(guided)) if pipeline is not None else []
+                for given, encoded in [*found, (1, references or 0)]:
+                    if encoded:  # what the VAE encodes for the denoiser, once for a prompt
+                        start = ((given, height, width),) * asked.batch
+                        estimate += (
+                            part.estimator.estimate(Workload(asked.batch, 0, phase="forward", grids=start)) * encoded
+                        )
                 add(part.name, _VAE, estimate)
         if not terms:
             raise WorkloadError("no part is left to count")

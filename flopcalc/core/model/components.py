@@ -18,7 +18,8 @@ _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
-    "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts",
+    "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts", "section", "sections",
+    "leading", "beside_text",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -170,15 +171,26 @@ class Pipeline(Value):
         """Whether the pipeline makes an image at the nearest of its own sizes, then resizes it."""
         return bool(self.tables.get("binned", False))
 
-    def count_given(self, frames: int, strength: float | None = None, guided: bool = False) -> tuple[int, int]:
+    def count_given(self, frames: int, strength: float | None = None, guided: bool = False) -> list[tuple[int, int]]:
         """Frames of what the VAE encodes for the denoiser (an image, or a whole video), and how many of these."""
         share = 1 if strength is None else parse_exact(str(strength), "strength")
         values = self.values.with_text(0, frames, share, guided)
         given, encoded = (
-            _check_whole(evaluate(str(self.tables.get(key, default)), values), key)
-            for key, default in (("given", "1"), ("encoded", "1" if "given" in self.tables else "0"))
+            [_check_whole(evaluate(str(text), values), key) for text in (found if isinstance(found, list) else [found])]
+            for key, found in (
+                ("given", self.tables.get("given", "1")),
+                ("encoded", self.tables.get("encoded", "1" if "given" in self.tables else "0")),
+            )
         )
-        return given, encoded
+        return list(zip(given, encoded, strict=True))
+
+    def count_sections(self, frames: int, samples: bool) -> tuple[int, int]:
+        """Frames of what it makes at once, and how many of these a video needs; the whole video where it says none."""
+        texts = (self.tables.get("section", frames), self.tables.get("sections", 1) if samples else 1)
+        section, sections = (
+            _check_whole(evaluate(str(text), self.values.with_text(0, frames)), "section") for text in texts
+        )
+        return section, sections
 
     def list_passed(self, part: str = "") -> dict[str, Any]:
         """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called."""

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from flopcalc.measure.counters.formulas import SKIPPED, grouped_mm
 from flopcalc.measure.counters.formulas import Formula as ShapeFormula
-from flopcalc.measure.operator_kinds import classify
+from flopcalc.measure.operator_kinds import ROTARY, classify
 
 Formula = Callable[[tuple[Any, ...], Mapping[str, Any], Any], int]
 
@@ -136,7 +136,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def enter(self, path: str, module: torch.nn.Module) -> None:
         class_name = type(module).__name__
-        excluded_as = class_name if "RotaryEmbedding" in class_name else self._stack[-1].excluded_as
+        excluded_as = class_name if any(word in class_name for word in ROTARY) else self._stack[-1].excluded_as
         self._stack.append(_Frame(path, excluded_as, torch._C._current_autograd_node() is not None))
         self._note()
 

@@ -11,6 +11,7 @@ import torch
 
 from flopcalc.base.vocabulary import Phase
 from flopcalc.measure.counters.witnessed import WitnessCount, ready_step
+from flopcalc.measure.operator_kinds import ROTARY
 
 # What fvcore counts that is a matrix product. Its figures for norms and resizing are not model FLOPs, nor are they
 # multiply-accumulates, so they are left out.
@@ -69,7 +70,8 @@ def _find_rotary(model: torch.nn.Module) -> list[str]:
     """Outermost rotary modules: fvcore's figure for a module includes its submodules."""
     found: list[str] = []
     for path, module in model.named_modules():
-        if "RotaryEmbedding" in type(module).__name__ and not any(path.startswith(f"{outer}.") for outer in found):
+        is_rotary = any(word in type(module).__name__ for word in ROTARY)
+        if is_rotary and not any(path.startswith(f"{outer}.") for outer in found):
             found.append(path)
     return found
 

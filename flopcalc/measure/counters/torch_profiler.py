@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from flopcalc.base.vocabulary import Phase
 from flopcalc.measure.counters.formulas import COUNTED, SKIPPED, attend_backward, count_pairs
 from flopcalc.measure.counters.witnessed import WitnessCount, ready_step, synchronize
+from flopcalc.measure.operator_kinds import ROTARY
 
 _EXCLUDED = "flopcalc: rotary embedding"
 _STOPPED = "flopcalc: recomputation stopped"
@@ -70,7 +71,7 @@ def _marked(model: torch.nn.Module) -> Iterator[None]:
 
     for module in model.modules():
         # always_call: also when the module is left by an exception.
-        if "RotaryEmbedding" in type(module).__name__:
+        if any(word in type(module).__name__ for word in ROTARY):
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(leave, always_call=True))
         handles.append(module.register_forward_hook(note_stop, always_call=True))

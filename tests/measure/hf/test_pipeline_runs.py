@@ -683,6 +683,8 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
     }
     if case.beside and "adapter" in names:
         parts["adapter"] = build("T2IAdapter", case.beside).eval()
+    elif case.beside and "unconditional_transformer" in names:
+        parts["unconditional_transformer"] = build(case.denoiser, case.beside).eval()
     elif case.beside:
         name = "ControlNetUnionModel" if "Union" in case.name else f"{case.kind}ControlNetModel"
         name = "SparseControlNetModel" if "Sparse" in case.name else name
