@@ -23,8 +23,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "copy": "clone copy_ copy repeat repeat_interleave roll flip slice_backward select_backward slice_scatter "
         "select_scatter as_strided_scatter unfold_backward view_copy expand_copy _reshape_copy im2col col2im "
         "constant_pad_nd reflection_pad2d reflection_pad2d_backward reflection_pad3d pixel_shuffle pixel_unshuffle "
-        "replication_pad1d replication_pad1d_backward replication_pad2d replication_pad3d replication_pad3d_backward tril "
-        "triu split_with_sizes_copy diag_embed",
+        "replication_pad1d replication_pad1d_backward replication_pad2d replication_pad3d replication_pad3d_backward "
+        "tril triu split_with_sizes_copy diag_embed",
         "cat": "cat stack",
         "reduce": "mean sum any all amax amin max min var std prod norm linalg_vector_norm logsumexp argmax argmin "
         "var_mean _is_all_true _is_any_true count_nonzero aminmax nansum std_mean",
