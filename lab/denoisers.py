@@ -282,7 +282,7 @@ def _stand_in_for_torchvision() -> None:
 def _load_adapter(unet: Any, wide: Any) -> None:
     """An IP-Adapter, as diffusers' load_ip_adapter makes it of a file."""
     reads = unet.config.cross_attention_dim
-    weights = {}
+    weights: dict[str, Any] = {}
     for number, name in enumerate(each for each in unet.attn_processors if "attn2" in each):
         width = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
         weights |= {f"{2 * number + 1}.{key}.weight": torch.randn(width, reads) for key in ("to_k_ip", "to_v_ip")}
@@ -313,7 +313,8 @@ def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.floa
             if lent:  # some of its transformer's modules are its own too; its __init__ forgets the attribute
                 made.gradient_checkpointing = False
                 sizes = {key: given[key] for key in ("dim", "n_refiner_layers", "n_heads", "n_kv_heads")}
-                made.from_transformer(made, diffusers.ZImageTransformer2DModel(n_layers=1, **lent, **sizes))
+                whole: Any = diffusers.ZImageTransformer2DModel
+                made.from_transformer(made, whole(n_layers=1, **lent, **sizes))
             return made
     finally:
         torch.set_default_dtype(before)

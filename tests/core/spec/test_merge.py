@@ -298,7 +298,7 @@ def test_specs_copy_few_ops_of_their_parents() -> None:
                 assert base is not None
                 own = tables if folder == "specs" else tables.get("spec", {})
                 copies[f"{folder}/{name}"] = count_copies(own, _load(base, ()))  # with the names of sums
-    assert sum(copies.values()) <= 100, sorted(copies.items(), key=lambda item: -item[1])[:10]
+    assert sum(copies.values()) <= 115, sorted(copies.items(), key=lambda item: -item[1])[:10]
 
 
 def test_copies_are_counted() -> None:
