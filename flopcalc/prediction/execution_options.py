@@ -153,7 +153,7 @@ def settle(
         return (change(estimator, recompute="full-reentrant") if is_partial else None) or estimator, kernel, []
     if kernel == "eager" or estimator.spec.has_sdpa:
         return estimator, kernel, []
-    kind = _name_type(estimator)
+    kind = str(estimator.source.config["model_type"])
     if is_asked:
         return (
             estimator,
@@ -176,10 +176,6 @@ def settle_estimate(
     pairs = zip(settled, estimate.terms, strict=True)
     changed = sum(own.estimate(load) * times for (own, _, _), (_, load, times) in pairs)
     return changed or estimate, kernel, notes
-
-
-def _name_type(estimator: Estimator) -> str:
-    return str(estimator.source.config["model_type"])
 
 
 def change(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.base.rows import shorten
 from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import format_grid, format_text
 from flopcalc.base.units import format_number, format_parameters
@@ -84,11 +85,7 @@ def _describe_config(config: Mapping[str, object]) -> dict[str, str]:
 
 def _join(values: Mapping[str, object]) -> str:
     """'hidden_size 3584, …'; a long list is shortened."""
-    return ", ".join(f"{key} {_shorten(json.dumps(value, ensure_ascii=False))}" for key, value in values.items())
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return ", ".join(f"{key} {shorten(json.dumps(value, ensure_ascii=False))}" for key, value in values.items())
 
 
 def _format_facts(title: str, facts: Mapping[str, str]) -> str:

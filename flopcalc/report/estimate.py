@@ -90,7 +90,7 @@ def format_estimate(
     lines = [f"## {title}", ""] if is_markdown else wrap(title, "", "  ")
     work = f"{describe_work(estimate)}; convention {estimate.convention}"
     lines += [work, ""] if is_markdown else [*wrap(work, "", "  "), ""]
-    lines += [format_grid(*make_table(estimate, by, depth), style=_style(is_markdown), keys=1), ""]
+    lines += [format_grid(*make_table(estimate, by, depth), style="github" if is_markdown else "simple", keys=1), ""]
     facts: list[tuple[str, str]] = [("step", f"{format_flops(estimate.total)} = {estimate.total:,} FLOPs")]
     totals = estimate.totals
     for name in CONVENTIONS:
@@ -179,7 +179,3 @@ def _describe_cache(estimate: Estimate) -> list[tuple[str, str]]:
     side = load.decoder or load
     tokens = f"{side.rows * times:,} × {side.longest:,} tokens"
     return [("KV cache", f"{format_bytes(kept)} in {estimator.formats.kv_cache} ({tokens})")] if kept else []
-
-
-def _style(is_markdown: bool) -> str:
-    return "github" if is_markdown else "simple"

@@ -52,7 +52,12 @@ def keep_hooks(module: torch.nn.Module, memo: dict[int, object]) -> None:
     for name in _HOOKS:
         hooks = module.__dict__.get(name)
         if hooks is not None:
-            memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_hf(hook))
+            # HF's change what runs: inputs of a checkpoint that require gradients, outputs that are kept.
+            memo[id(hooks)] = type(hooks)(
+                (key, hook)
+                for key, hook in hooks.items()
+                if str(getattr(hook, "__module__", "")).startswith("transformers.")
+            )
 
 
 def set_eager(made: torch.nn.Module) -> None:
@@ -63,11 +68,6 @@ def set_eager(made: torch.nn.Module) -> None:
             config._attn_implementation = "eager"
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "batched_mm"  # HF's own choice wants values and bf16 on meta
-
-
-def _is_hf(hook: object) -> bool:
-    """A hook that HF set to change what runs: inputs of a checkpoint that require gradients, outputs that are kept."""
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _make_twin(tensor: torch.Tensor) -> torch.Tensor:

@@ -269,7 +269,7 @@ class Step:
         for block in dict.fromkeys(block for block, _, _ in self.estimator.rows(self.load, "full")):
             products = [row for row in block.rows if row.op.kind in ("linear", "conv")]
             has_gradient = any(row.has_backward for row in products)
-            if not (has_gradient if products else any(map(self.runs, _list_ops(block)))):
+            if not (has_gradient if products else any(self.runs(row.op) for row in block.rows)):
                 continue
             experts = block.copies * sum(row.trainable for row in products if row.op.copies > 1)
             whole = block.copies * sum(row.trainable for row in block.rows)
@@ -548,10 +548,6 @@ class Step:
             return 2 * FLOAT * op.heads * placed[i].rows
         # Gradients of output and queries, of keys and values for every head; the queries' are added up in float32.
         return rows * op.heads * (self.bytes * (2 * op.v + 2 * op.qk) + FLOAT * op.qk)
-
-
-def _list_ops(block: Block) -> list[Op]:
-    return [row.op for row in block.rows]
 
 
 def _find_last_call(load: Workload) -> Workload:
