@@ -227,7 +227,7 @@ def test_constructor_refuses_in_our_own_words(arguments: dict[str, Any], message
         (lambda _, step: step.log(foo=1), "step.log has no argument 'foo', left out"),
         (lambda _, step: step.log(los=1), "step.log has no argument 'los', left out. Did you mean loss"),
         (lambda monitor, _: monitor.step(BATCH, data="web"), "step has no argument 'data', left out"),
-        (lambda monitor, _: monitor.log_step(1), "failed in log_step"),
+        (lambda monitor, _: monitor.log_step(), "failed in log_step"),
         (lambda monitor, _: monitor.log_step(1, 0, 0, 0, 0, speed=1), "failed in log_step"),
         (lambda monitor, _: monitor.end_step(1, 2, 3), "failed in end_step"),
         (lambda monitor, _: monitor.report(loss=1, foo=2), "failed in report"),

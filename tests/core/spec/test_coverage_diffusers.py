@@ -35,7 +35,7 @@ def test_command() -> None:
     ]  # fmt: skip
     pipelines = {row["model_type"]: row for row in shown["mappings"][-1]["types"]}
     assert pipelines["FluxKontextPipeline"]["spec"] == "FluxKontextPipeline"
-    assert pipelines["WanAnimatePipeline"]["reason"] == "no spec of WanAnimateTransformer3DModel"
+    assert pipelines["SanaWMPipeline"]["reason"] == "no spec of SanaWMTransformer3DModel"
     text = CliRunner().invoke(models, ["--coverage", "diffusers"]).output
     assert "its steps are blocks that the user puts together" in text
 
