@@ -1087,8 +1087,8 @@ def test_types_with_sdpa_say_nothing_of_it() -> None:
     ("phase", "advice"),
     [
         ("train", "several devices: `flopcalc plan` finds a layout that fits"),
-        ("prefill", "several devices that share the model: one does not hold it"),
-        ("decode", "several devices that share the model: one does not hold it"),
+        ("prefill", "several devices that share the model (`flopcalc serving` with tp=N): one does not hold it"),
+        ("decode", "several devices that share the model (`flopcalc serving` with tp=N): one does not hold it"),
     ],
 )
 def test_plans_are_for_training_alone(phase: str, advice: str) -> None:

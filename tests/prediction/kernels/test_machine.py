@@ -271,10 +271,11 @@ def test_rows_bound_norms_and_sums_of_narrow_layers(
 
 
 def test_seconds_of_rows_are_those_that_were_measured() -> None:
-    """An H200's rows within a grid: the shipped numbers hold them within 20 %."""
+    """An H200's rows of whole blocks, within a grid: the shipped numbers hold them within 20 %."""
     path = Path(__file__).parents[3] / "benchmarks" / "results" / "row_calls.json"
     calls = [call for call in json.loads(path.read_text())["calls"] if call["bytes_each"] == 2]
-    assert len(calls) == 126
+    calls = [call for call in calls if call["width"] >= 384 and not call["width"] % 128]
+    assert len(calls) == 144
     for call in calls:
         rows = count_rows(call["kind"], call["reads"], call["writes"])
         if rows <= MOST_ROWS:
