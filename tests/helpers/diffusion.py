@@ -282,8 +282,8 @@ TINY: dict[str, dict[str, Any]] = {
         "num_layers": 2, **_WIDE,
     },
     "SanaVideoTransformer3DModel": {
-        "in_channels": 4, "out_channels": 6, "num_layers": 2, "num_cross_attention_heads": 3, "cross_attention_dim": 24,
-        "cross_attention_head_dim": 6, "caption_channels": 10, **_WIDE,
+        "patch_size": [1, 2, 2], "in_channels": 4, "out_channels": 6, "num_layers": 2, "num_cross_attention_heads": 3,
+        "cross_attention_dim": 24, "cross_attention_head_dim": 6, "caption_channels": 10, **_WIDE,
     },
     "HiDreamImageTransformer2DModel": {
         "in_channels": 4, "patch_size": 2, "num_layers": 2, "num_single_layers": 2, "caption_channels": [10, 14],
