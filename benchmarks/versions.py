@@ -205,21 +205,31 @@ def leave_out_cuda() -> None:
     kept = [line for line in metadata.read_text().splitlines(True) if not re.match(CUDA_PACKAGE, line)]
     metadata.write_text("".join(kept))
     missing: set[str] = set()
-    asked: set[str] = set()  # names, with @ and the library's version if it has one
+    versions: dict[str, set[str]] = {}  # library -> the version names that torch requires of it
+    asked: set[str] = set()  # names, with @ and their version if they have one
     defined: set[str] = set()
     for file in folder.glob("*.so*"):
         missing |= set(re.findall(r"(\S+) => not found", tell("ldd", str(file))))
+        for library, block in re.findall(r"required from (\S+):\n((?:    .*\n)*)", tell("objdump", "-p", str(file))):
+            versions.setdefault(library, set()).update(line.split()[-1] for line in block.splitlines())
         symbols = tell("nm", "-D", str(file))
         asked |= set(re.findall(r"^ +U (\S+)$", symbols, re.MULTILINE))
         defined |= set(re.findall(r"^\w+ \w ([^@\s]+)", symbols, re.MULTILINE))
     plain = {name for name in asked if "@" not in name and not name.startswith(("Py", "_Py"))} - defined
     for i, library in enumerate(sorted(missing)):
-        names = {name.partition("@")[0] for name in asked if name.partition("@")[2] == library}
-        names |= set() if i else plain
         path = folder / library
+        parts = {
+            version: sorted({name.partition("@")[0] for name in asked if name.partition("@")[2] == version})
+            for version in sorted(versions.get(library, ()))
+        }
+        names = {name for own in parts.values() for name in own} | (set() if i else plain)
         path.with_suffix(".c").write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)))
-        path.with_suffix(".map").write_text(f"{library} {{ global: *; }};\n")
-        options = [f"-Wl,-soname,{library}", f"-Wl,--version-script={path.with_suffix('.map')}"]
+        script = "".join(
+            f"{version} {{ global: {' '.join(f'{name};' for name in own)} }};\n" for version, own in parts.items()
+        )
+        path.with_suffix(".map").write_text(script)
+        versioned = [f"-Wl,--version-script={path.with_suffix('.map')}"] if script else []
+        options = [f"-Wl,-soname,{library}", *versioned]
         tell("gcc", "-w", "-fno-builtin", "-shared", "-fPIC", str(path.with_suffix(".c")), *options, "-o", str(path))
 
 
