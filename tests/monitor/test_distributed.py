@@ -567,6 +567,8 @@ def obey(talk: Talk, store: Any, folder: str, config: dict[str, Any], broken: Ma
                 case "train":
                     for _ in range(values[0]):
                         step += 1
+                        if step == 7 and trouble == "short end":  # the last batch of a data set
+                            batch = {name: rows[:1] for name, rows in batch.items()}
                         losses = []
                         for model, optimizer in zip(models, optimizers, strict=True):
                             loss = run_model(model, batch)
@@ -709,6 +711,16 @@ def test_a_rank_with_fewer_steps(tmp_path: Path) -> None:
         assert found["perf/steps"] == 3
         machine = found["perf/step_time"] * PEAK * 2
         assert found["perf/mfu"] * machine == pytest.approx(count(8, 16), rel=1e-9)
+        assert crew.say_all("said") == [[], []]
+
+
+def test_a_last_batch_of_fewer_rows_on_one_rank(tmp_path: Path) -> None:
+    """The last interval is of three steps, and rank 1's last one has one row: each batch counts as it is."""
+    with run_crew(2, tmp_path, broken={1: "short end"}, detail_every=4) as crew:
+        crew.say_all("train", 7)
+        found = [crew.ranks[rank].ask("close") for rank in (1, 0)][1]
+        short = flopcalc.estimate_flops(CONFIG, batch_size=1, seq_len=16).total
+        check_machine(found, count(8) + (2 * count(16) + short) / 3, ROWS * 8 + (2 * ROWS * 16 + 16) / 3, 2)
         assert crew.say_all("said") == [[], []]
 
 
