@@ -291,18 +291,39 @@ def sort_relevant(cases: Iterable[Case], changed: Iterable[str] | None) -> list[
 def find_unconcerned(node_ids: Iterable[str], changed: Iterable[str]) -> set[str]:
     """The heavy cases that these changes cannot concern; none where they may concern the engine.
 
-    Only files whose reach is known free cases: those of types, of tests, of the lab, and texts that no test runs.
+    Only files whose reach is known free cases: those of types, of tests and what helps them, of the lab, of the
+    benchmarks, and texts that no test runs.
     """
     files = [(path, find_rule(path)) for path in changed if path not in CHOOSERS and not path.startswith(TEXTS)]
-    if any(what not in (TYPES, ITSELF) and not path.startswith("lab/") for path, what in files):
-        return set()
+    places: set[str] = set()
+    for path, what in files:
+        if path.startswith("tests/helpers/"):
+            places |= find_users(PurePosixPath(path).stem)
+        elif isinstance(what, tuple) and path.startswith(("lab/", "benchmarks/")):
+            places |= set(what)
+        elif what == ITSELF:
+            places.add(path)
+        elif what != TYPES:
+            return set()
     types = find_dependents(PurePosixPath(path).stem for path, what in files if what == TYPES)
-    places = {"tests/lab" if path.startswith("lab/") else path for path, what in files if what != TYPES}
     return {
         node_id
         for node_id in node_ids
         if not _lies_in(node_id.partition("::")[0], places) and not any(name in node_id for name in types)
     }
+
+
+def find_users(helper: str) -> set[str]:
+    """Test files that import a helper, also through another one; all tests if the root's conftest does."""
+    imports = re.compile(rf"^\s*(?:from|import) {helper}\b", re.MULTILINE)
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        if imports.search(path.read_text(encoding="utf-8")):
+            if path.parent.name == "helpers":
+                found |= find_users(path.stem)
+            else:
+                found.add(path.relative_to(ROOT).as_posix().removesuffix("/conftest.py"))
+    return found
 
 
 def _lies_in(file: str, places: set[str]) -> bool:
