@@ -197,6 +197,13 @@ def write_page(page: str, files: list[str]) -> None:
     Path(page).write_text("\n".join([before + START, "", *rows, "", END + after]))
 
 
+def write_stand_in(name: str) -> str:
+    """A function that says: no device (cudaErrorNoDevice)."""
+    if name.endswith("String"):
+        return f'const char *{name}(void) {{ return "no device"; }}\n'
+    return f"int {name}(void) {{ return 100; }}\n"
+
+
 def leave_out_cuda() -> None:
     """Takes CUDA's packages from what torch requires; libraries with its functions' names alone are in their place."""
     found = importlib.metadata.distribution("torch")
@@ -223,7 +230,7 @@ def leave_out_cuda() -> None:
             for version in sorted(versions.get(library, ()))
         }
         names = {name for own in parts.values() for name in own} | (set() if i else plain)
-        path.with_suffix(".c").write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)))
+        path.with_suffix(".c").write_text("".join(map(write_stand_in, sorted(names))))
         script = "".join(
             f"{version} {{ global: {' '.join(f'{name};' for name in own)} }};\n" for version, own in parts.items()
         )

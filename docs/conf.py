@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from sphinx.search import languages
 from sphinx.search.en import SearchEnglish
@@ -62,3 +63,13 @@ function splitQuery(query) {
 
 
 languages["en"] = SearchBoth
+
+
+def escape_keywords(*event: Any) -> None:
+    """A docstring lists its keywords as plain text, in which `from_` would be a link to a place called from."""
+    lines = event[-1]
+    lines[:] = [re.sub(r"(?<=[ ,])(\w+)_(?=,|$)", r"\1\\_", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", escape_keywords)
