@@ -17,6 +17,7 @@ class MeanStep(NamedTuple):
     decodes: float
     length: float
     prompt: float = 0.0
+    media: float = 0.0  # FLOPs of towers for each token of a prompt
 
 
 def count_shares(model: ServedModel, layout: Deployment, device: Device, step: MeanStep) -> Shares:
@@ -31,6 +32,7 @@ def count_shares(model: ServedModel, layout: Deployment, device: Device, step: M
         reached = weight.experts * (1 - (1 - weight.active / weight.experts) ** rows)
         moved += size * weight.bytes * reached / (layout.gpus if weight.experts > 1 else layout.tp * layout.pp)
     peak, _ = find_format_peak(device.id, "bf16")
+    busy_s += step.media * step.prompt / layout.tp / layout.pp / peak
     for layers in model.cached:
         if layers.kind == "state":
             moved += 2 * step.decodes * layers.layers * layers.state_bytes / layout.tp / layout.pp

@@ -17,14 +17,13 @@ from flopcalc.hardware.devices import Device, find_device, find_format_peak
 from flopcalc.planning.money import find_price
 from flopcalc.planning.network import find_interconnect
 from flopcalc.server.engines import Engine, find_engine, read_flags
-from flopcalc.server.fitted import Weights, find_weights, load_fit
+from flopcalc.server.fitted import Weights, find_weights
 from flopcalc.server.kv import Room, find_longest, find_room
-from flopcalc.server.kv import to_dict as show_cache
 from flopcalc.server.launch import write_command
 from flopcalc.server.power import MeanStep, find_server_watts
 from flopcalc.server.schedule import Request, Run, simulate
-from flopcalc.server.served import ServedModel, read_model
-from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel
+from flopcalc.server.served import ServedModel, read_media, read_model
+from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel, load_fitted
 from flopcalc.server.traffic import Traffic, make_requests, read_share, read_traffic
 from flopcalc.setup.counting import bind_setup, require_device
 from flopcalc.setup.setup import Setup
@@ -37,7 +36,7 @@ _LEAST_LOAD, _MOST_LOAD = 1e-3, 1 << 14  # requests in flight, or per second, th
 HOST = ("step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors")
 # What a reader calls a class of work.
 _NAMES = {"dense": "weights", "math": "products", "experts": "experts", "kv": "KV cache", "sums": "collectives",
-          "attention": "prompt attention", "tokens": "norms and casts"}  # fmt: skip
+          "attention": "prompt attention", "tokens": "norms and casts", "media": "towers"}  # fmt: skip
 
 
 Weighted = list[tuple[float, float]]
@@ -98,7 +97,10 @@ class ServingAnswer(NamedTuple):
             "evidence": self.evidence,
             **{name: self.times[name]._asdict() if name in self.times else None for name in names},
             "percentiles": self.percentiles or None,
-            "kv_cache": show_cache(self.room),
+            "kv_cache": {"bytes_per_token": round(self.room.bytes_per_token), "tokens": self.room.tokens,
+                         "blocks": self.room.blocks, "block_size": self.room.block_size,
+                         "max_concurrency": self.room.max_concurrency,
+                         "by_kind": {kind: round(size) for kind, size in self.room.by_kind.items()}},
             "memory": {"total_bytes": round(self.room.total), "weights_bytes": round(self.room.weights),
                        "reserved_bytes": round(self.room.activations), "cache_bytes": max(0, round(self.room.cache))},
             "longest_context": self.longest,
@@ -116,7 +118,10 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     """The answer to a Setup of `serving`."""
     device = find_device(require_device(setup))
     notes = [*setup.notes, *([device.note] if device.note else [])]
-    engine, flags = _choose_engine(setup, device, notes)
+    name = str(setup.get("engine", "vllm"))
+    engine = find_engine(name, device)
+    flags, unread = read_flags(engine, setup.get("engine_args", ""))
+    notes += unread
     formats, estimator = setup.formats, bind_setup(setup, "model", notes)
     source = estimator.source
     if formats.weights is None and source.stored:  # an engine loads what is published
@@ -127,10 +132,12 @@ def serve_setup(setup: Setup) -> ServingAnswer:
         formats = formats.replace(kv_cache="fp8" if asked.startswith("fp8") else asked)
     model = read_model(estimator if formats == setup.formats else bind_setup(setup.replace(formats=formats), "model"))
     traffic = read_traffic(setup, model, source)
+    prompts, _, _ = make_requests(traffic._replace(concurrency=1), Deployment())
+    computed = sum(each.input - each.cached for each in prompts) / len(prompts)
+    shortest = min((each.input for each in traffic.requests), default=traffic.input.low)
+    media = read_media(estimator, setup.work.inputs, shortest, computed, notes)
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
-    engine = _set_limits(
-        find_engine(_name_engine(setup), device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags
-    )
+    engine = _set_limits(find_engine(name, device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags)
     room = find_room(model, layout, device, engine, traffic.tokens)
     longest, smallest = find_longest(model, layout, room), _find_smallest(model, device, engine, traffic.tokens)
     answer = ServingAnswer(
@@ -145,20 +152,9 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     answer = answer._replace(
         command=write_command(source.hub_id or source.name, engine, layout, cache, quantization, most)
     )
-    weights = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1)
-    step = StepModel(model, layout, Rates(device, layout.gpus, engine.id))
+    weights = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
+    step = StepModel(model, layout, Rates(device, layout.gpus, engine.id), media)
     return _time(answer._replace(evidence=weights.evidence), setup, step, weights, notes)
-
-
-def _name_engine(setup: Setup) -> str:
-    return str(setup.get("engine", "vllm"))
-
-
-def _choose_engine(setup: Setup, device: Device, notes: list[str]) -> tuple[Engine, dict[str, str]]:
-    engine = find_engine(_name_engine(setup), device)
-    flags, found = read_flags(engine, setup.get("engine_args", ""))
-    notes += found
-    return engine, flags
 
 
 def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
@@ -381,7 +377,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
             if name in means}  # fmt: skip
     tpot = means.get("tpot_s", 0.0)
     if traffic.concurrency is not None and traffic.benchmark != "inferencex":  # which streams tokens in groups
-        most = load_fit()["streamed_tokens_per_s"]
+        most = load_fitted()["streamed_tokens_per_s"]
         line = outputs * (traffic.concurrency / most - tpot)
         if line > ends["ttft_s"][1]:
             ends["ttft_s"] = (ends["ttft_s"][0], line)
@@ -410,9 +406,12 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     times["tokens_per_s"] = Estimated(slow, rate, fast)
     times["tokens_per_s_per_gpu"] = Estimated(*(value / answer.gpus for value in (slow, rate, fast)))
     mean = _find_mean(load.run, requests)
-    by_class = _split(step, mean, inputs - traffic.count_cached(round(inputs)), weights)
+    prompt = inputs - traffic.count_cached(round(inputs))
+    by_class = _split(step, mean, prompt, weights)
+    by_class |= {"media": mean.prompt * costs.media} if costs.media else {}
     seconds = sum(by_class.values())
-    power = find_server_watts(step.model, layout, answer.device, mean._replace(seconds=seconds))
+    mean = mean._replace(seconds=seconds, media=step.media.products)
+    power = find_server_watts(step.model, layout, answer.device, mean)
     if power is not None:
         times["power_w"] = Estimated(*(watts * answer.gpus / layout.gpus for watts in power))
     price = find_price(answer.device, setup.get("price"))
@@ -420,7 +419,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     usd = {"per_hour": hour, **_spread(hour / 3600, rate, inputs / outputs)} if price is not None else None
     wh = _spread(times["power_w"].mid / 3600, rate, inputs / outputs) if "power_w" in times else None
     if weights.evidence != "pairing":
-        notes.append(_EVIDENCE[weights.evidence])
+        notes.append(_EVIDENCE["media" if costs.media else weights.evidence])
     if traffic.speculation is not None or any(traffic.workers):
         notes.append("speculation and separate workers were not compared with measurements: the interval is a guess")
     found = answer._replace(
@@ -429,7 +428,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         shares=_name_shares(by_class), usd=usd, wh=wh, price=price.source if price is not None else "",
     )  # fmt: skip
     decodes = max(1.0, rate / (layout.replicas * (traffic.workers[1] or 1)) * means.get("tpot_s", means["e2e_s"]))
-    flops = step.count_flops() * rate / outputs * (inputs - traffic.count_cached(round(inputs)) + outputs)
+    flops = rate / outputs * (step.count_flops() * (prompt + outputs) + step.media.products * prompt)
     peak = find_format_peak(answer.device.id, max((each.compute for each in step.model.weights), default="") or "bf16")
     return found._replace(
         use={"mfu": flops / (answer.gpus * peak[0]),
@@ -508,6 +507,7 @@ def _advise(answer: ServingAnswer, model: ServedModel) -> str:
         "collectives": "fewer GPUs per replica, with more replicas, cut it",
         "host and launches": "more requests at once, or fewer GPUs per replica, spread it over more tokens",
         "products": "a narrower compute format, prefix caching or separate workers for prompts cut it",
+        "towers": "fewer or smaller images, or separate workers for prompts, cut it",
         "prompt attention": "prefix caching or separate workers for prompts cut it",
     }
     return f"{name_part(part)}, {share:.0%} of a step: {changes.get(part, 'more requests at once spread it')}"
@@ -516,6 +516,7 @@ def _advise(answer: ServingAnswer, model: ServedModel) -> str:
 _EVIDENCE = {
     "engine and GPU": "this model was not measured on this GPU with this engine: others were",
     "engine": "nothing was measured on this GPU with this engine: the interval is that of a GPU never seen",
+    "media": "images, videos and sound were not compared with measurements of an engine: the interval is wide",
     "data sheet": "neither this GPU's generation nor its engine was measured: the interval is wide",
 }
 

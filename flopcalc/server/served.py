@@ -6,13 +6,15 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from flopcalc.base.errors import WorkloadError
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.core.formats.formats import count_cache_bytes, find_sizes
 from flopcalc.core.formats.stored import StoredFormat, make_plain
 from flopcalc.core.model.ops import Attend, Chain, Op, Stage, Weighted, iterate, join
 from flopcalc.prediction.memory.tensors import find_reach
 from flopcalc.prediction.tensor_parallel import count_chains, find_sides
-from flopcalc.prediction.work import Side, TensorSplit
+from flopcalc.prediction.work import Side
 
 CacheKind = Literal["full", "window", "latent", "state"]
 # Which products a format of four bits holds for in a model with experts, as the publishers' checkpoints have it:
@@ -57,6 +59,17 @@ class CachedLayers(NamedTuple):
     width: int = 0  # numbers of a token in one layer
     window: int = 0
     state_bytes: int = 0  # of a sequence in one layer, however long
+
+
+class ServedMedia(NamedTuple):
+    """What the towers of images, videos and sound take, for each token of a prompt."""
+
+    products: float = 0.0  # FLOPs
+    attention: float = 0.0
+    kernels: float = 0.0  # calls
+
+
+NO_MEDIA = ServedMedia()
 
 
 class ServedModel(NamedTuple):
@@ -127,7 +140,11 @@ def read_model(estimator: Estimator) -> ServedModel:
                     if op.kind == "embed" or op.part == "lm_head":
                         embedding += own
                     if op.kind == "linear" and is_language and op in sides:
-                        weight = _read_weight(op, sides[op], many, stored, size)
+                        sided, each = sides[op], size / max(1, op.copies * op.n_in * op.n_out)
+                        weight = ServedWeight(
+                            op.part, sided.side, op.n_out, op.n_in, many, each, stored.name, stored.compute, sided.kv,
+                            sided.kv_heads, op.copies, op.active,
+                        )  # fmt: skip
                         weights.append(weight)
                         sums += many * (weight.side == "row")
                         joined.setdefault((op.name.rpartition(".")[0], op.n_in, op.copies), stored.compute)
@@ -149,6 +166,33 @@ def read_model(estimator: Estimator) -> ServedModel:
     )  # fmt: skip
 
 
+def read_media(
+    estimator: Estimator, inputs: Inputs, shortest: int, computed: float, notes: list[str]
+) -> ServedMedia:  # fmt: skip
+    """The exact products and attention of a request's media. Of its prompt so many tokens are computed."""
+    if not any((inputs.image, inputs.image_grid, inputs.video, inputs.video_grid, inputs.audio, inputs.max_pixels)):
+        return NO_MEDIA
+    load, found = make_load(estimator, inputs.replace(text=1, phase="prefill"))
+    tokens, length = load.seq - 1, spell("input_len")
+    if tokens >= shortest:
+        raise WorkloadError(
+            f"images, videos and sound take {tokens:,} of the {shortest:,} tokens of a prompt, whose length includes "
+            f"them: give a larger {length}"
+        )
+    notes += [*found, f"{tokens:,} tokens of each prompt are images, videos or sound: {length} includes them"]
+    rows = [
+        (each.block.copies, each.block.copies * each.flops.forward, each.row.op.kind == "attend")
+        for each in estimator.rows(load, "model")
+        if each.block.group != "language"
+    ]
+    # What a cache holds of a prompt needs no tower.
+    attention, every, kernels = (
+        sum(column) / max(tokens, computed)
+        for column in zip(*((flops * is_pair, flops, many) for many, flops, is_pair in rows), strict=True)
+    )
+    return ServedMedia(every - attention, attention, kernels)
+
+
 def _count_kernels(ops: list[Op]) -> int:
     """Calls of a layer: engines join products of one input (queries, keys and values; gate and up)."""
     joined = {(op.name.rpartition(".")[0], op.n_in) for op in ops if op.kind == "linear"}
@@ -158,14 +202,6 @@ def _count_kernels(ops: list[Op]) -> int:
         + (any(op.kind == "product" for op in ops))
         + _SCAN_KERNELS * any(op.state for op in ops)
     )
-
-
-def _read_weight(op: Op, sided: TensorSplit, count: int, stored: StoredFormat, size: int) -> ServedWeight:
-    each = size / max(1, op.copies * op.n_in * op.n_out)
-    return ServedWeight(
-        op.part, sided.side, op.n_out, op.n_in, count, each, stored.name, stored.compute, sided.kv, sided.kv_heads,
-        op.copies, op.active,
-    )  # fmt: skip
 
 
 def _count_stored(
