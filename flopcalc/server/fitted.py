@@ -24,24 +24,14 @@ class Weights(NamedTuple):
         return math.fsum(map(mul, self.values, amounts))
 
 
-def find_family(engine: str, version: str) -> str:
-    """The releases of an engine that are fitted together: vllm, or vllm before 0.14."""
-    starts = load_fitted()["families"].get(engine)
-    return f"{engine}<{starts}" if starts and split_version(version) < split_version(starts) else engine
-
-
-def find_generation(device_id: str) -> str:
-    """The generation of a GPU by its name: hopper, blackwell; others have none that is fitted."""
-    generations: dict[str, list[str]] = load_fitted()["generations"]
-    return next((name for name, starts in generations.items() if device_id.startswith(tuple(starts))), "")
-
-
 def find_weights(
     model: str, engine: str, version: str, device_id: str, has_experts: bool = False, has_media: bool = False
 ) -> Weights:
     """The weights of an engine's release on a device, and how much was measured of this pairing; of media, nothing."""
     fit = load_fitted()
-    family, generation = find_family(engine, version), find_generation(device_id)
+    starts = fit["families"].get(engine)  # releases that are fitted together: vllm, and vllm before 0.14
+    family = f"{engine}<{starts}" if starts and split_version(version) < split_version(starts) else engine
+    generation = next((name for name, ids in fit["generations"].items() if device_id.startswith(tuple(ids))), "")
     logs = [math.log(value) for value in fit["prior"]]
     for part in ("", family, generation):
         logs = [log + step for log, step in zip(logs, fit["effects"].get(part, [0.0] * len(logs)), strict=True)]

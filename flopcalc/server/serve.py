@@ -13,7 +13,7 @@ from flopcalc.base.rows import shorten
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, parse_size
 from flopcalc.base.vocabulary import name_part
-from flopcalc.hardware.devices import Device, find_device, find_format_peak
+from flopcalc.hardware.devices import Device, find_device
 from flopcalc.planning.money import find_price
 from flopcalc.planning.network import find_interconnect
 from flopcalc.server.engines import Engine, find_engine, read_flags
@@ -23,7 +23,7 @@ from flopcalc.server.launch import write_command
 from flopcalc.server.power import MeanStep, find_server_watts
 from flopcalc.server.schedule import Request, Run, simulate
 from flopcalc.server.served import ServedModel, read_media, read_model
-from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel, load_fitted
+from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel, find_peak, load_fitted
 from flopcalc.server.traffic import Traffic, make_requests, read_share, read_traffic
 from flopcalc.setup.counting import bind_setup, require_device
 from flopcalc.setup.setup import Setup
@@ -146,11 +146,10 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     if not room.fits:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
-    cache = "fp8" if model.cache_bytes < 2 else "auto"
     quantization = _find_quantization(engine, str(formats.weights or source.stored), source.stored, notes)
     most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
     answer = answer._replace(
-        command=write_command(source.hub_id or source.name, engine, layout, cache, quantization, most)
+        command=write_command(source.hub_id or source.name, engine, layout, model.cache_bytes < 2, quantization, most)
     )
     weights = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id), media)
@@ -229,9 +228,11 @@ def _choose_layout(
 
 def check_layout(layout: Deployment, model: ServedModel) -> None:
     """An error where a layout does not divide what it cuts."""
-    heads = model.query_heads
-    if heads > 1 and heads % layout.tp:
-        raise WorkloadError(f"{spell('tp', layout.tp)} does not divide the {heads} heads of {model.name}")
+    heads = [(each.heads, "heads") for each in model.cached]
+    heads += [(each.kv_heads, "key heads") for each in model.cached if layout.tp % max(1, each.kv_heads)]  # no copies
+    for many, what in heads:
+        if many > 1 and many % layout.tp:
+            raise WorkloadError(f"{spell('tp', layout.tp)} does not divide the {many} {what} of {model.name}")
     if layout.pp > model.layers:
         raise WorkloadError(f"{spell('pp', layout.pp)} is more than the {model.layers} layers of {model.name}")
     if layout.ep > 1:
@@ -368,7 +369,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         most = min(room.max_concurrency, engine.max_seqs) * layout.replicas * (traffic.workers[1] or 1)
         if traffic.concurrency > most:
             limit = "the cache" if room.max_concurrency < engine.max_seqs else spell("max_seqs", engine.max_seqs)
-            notes.append(f"{limit} lets {most:,} requests of this length run at once: others wait")
+            notes.append(f"{limit} lets {most:,} request{'s' * (most > 1)} of this length run at once: others wait")
     if load.is_full:
         notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean(values) for name, values in load.kept.items() if values}
@@ -429,9 +430,9 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     )  # fmt: skip
     decodes = max(1.0, rate / (layout.replicas * (traffic.workers[1] or 1)) * means.get("tpot_s", means["e2e_s"]))
     flops = rate / outputs * (step.count_flops() * (prompt + outputs) + step.media.products * prompt)
-    peak = find_format_peak(answer.device.id, max((each.compute for each in step.model.weights), default="") or "bf16")
+    peak = find_peak(answer.device.id, max((each.compute for each in step.model.weights), default=""))
     return found._replace(
-        use={"mfu": flops / (answer.gpus * peak[0]),
+        use={"mfu": flops / (answer.gpus * peak),
              "bandwidth": step.count_bytes(decodes, decodes * (inputs + outputs / 2)) / seconds / step.rates.bandwidth},
         objectives=_judge(found, load, run, rate) if traffic.objectives else None,
         advice=_advise(found, step.model), notes=tuple(dict.fromkeys(notes)),

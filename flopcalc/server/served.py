@@ -91,17 +91,8 @@ class ServedModel(NamedTuple):
     longest: int  # positions that the config allows; 0: not said
 
     @property
-    def routed(self) -> float:
-        """Experts that a token reaches, summed over layers."""
-        return sum(each.layers * each.active for each in self.weights if each.experts > 1 and each.n == self.hidden)
-
-    @property
     def experts(self) -> int:
         return max((weight.experts for weight in self.weights), default=1)
-
-    @property
-    def query_heads(self) -> int:
-        return max((layers.heads for layers in self.cached), default=1)
 
 
 def read_model(estimator: Estimator) -> ServedModel:
@@ -153,9 +144,9 @@ def read_model(estimator: Estimator) -> ServedModel:
             casts += count * sum(bool(compute) for compute in joined.values())
     if not cached:
         raise WorkloadError(f"{name} caches nothing, so it does not generate: serving takes decoders alone")
-    sums += expert_layers  # shared experts are added before the sum over ranks
-    shared = [weight for weight in weights if weight.side == "row" and weight.part == "mlp"]
-    sums -= min(expert_layers, sum(weight.layers for weight in shared)) if expert_layers and shared else 0
+    # Shared experts are added before the sum over ranks.
+    shared = sum(weight.layers for weight in weights if weight.side == "row" and weight.part == "mlp")
+    sums += expert_layers - min(expert_layers, shared)
     head = next((weight for weight in weights if weight.part == "lm_head"), None)
     longest = estimator.source.config.get("max_position_embeddings", 0)
     return ServedModel(
@@ -235,8 +226,7 @@ def _read_cache(op: Attend, count: int) -> CachedLayers:
 
 def _merge(cached: list[CachedLayers]) -> tuple[CachedLayers, ...]:
     """Layers that keep the same, together."""
-    found: dict[CachedLayers, int] = {}
+    found = Counter[CachedLayers]()
     for each in cached:
-        key = each._replace(layers=0)
-        found[key] = found.get(key, 0) + each.layers
+        found[each._replace(layers=0)] += each.layers
     return tuple(key._replace(layers=count) for key, count in found.items())

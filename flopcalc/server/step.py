@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import DeviceError, SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
-from flopcalc.hardware.devices import Device, find_format_peak
+from flopcalc.hardware.devices import Device, find_device, find_format_peak
 from flopcalc.hardware.systems import load_system
 from flopcalc.planning.network import find_interconnect, time_collective
 from flopcalc.server.served import NO_MEDIA, CachedLayers, ServedMedia, ServedModel, ServedWeight
@@ -69,7 +69,11 @@ def cut_cache(layers: CachedLayers, tp: int) -> float:
     return layers.width * max(1, layers.kv_heads // tp) / layers.kv_heads
 
 
-_find_peak = cache(find_format_peak)  # asked for at every point of a grid
+@cache
+def find_peak(device_id: str, compute: str = "") -> float:
+    """FLOP/s of products in a format, else in the model's own: fp16 on a GPU that has no bf16."""
+    plain = "bf16" if "bf16" in find_device(device_id).peak_tflops else "fp16"
+    return find_format_peak(device_id, compute or plain)[0]
 
 
 class Kernel(NamedTuple):
@@ -115,20 +119,20 @@ class Rates:
         self.experts = {**others, **experts.get("vllm", {}), **experts.get(own, {})}
         self.net = find_interconnect(None, device.id) if gpus > 1 else None
 
-    def make_kernel(self, shares: Sequence[float], compute: str = "bf16") -> Kernel:
+    def make_kernel(self, shares: Sequence[float], compute: str = "") -> Kernel:
         compute_share, memory_share, floor = shares
-        return Kernel(_find_peak(self.device.id, compute)[0] * compute_share, self.bandwidth * memory_share, floor)
+        return Kernel(find_peak(self.device.id, compute) * compute_share, self.bandwidth * memory_share, floor)
 
     def find_product(self, weight: ServedWeight) -> Kernel:
         """The kernel of a linear layer; a format without a table has the nearest one that is computed alike."""
         name = _name_format(weight)
         table = self.tables["products"]
         found = table.get(name) or table.get("fp8" if weight.compute else "bf16") or table["bf16"]
-        return self.make_kernel(found, weight.compute or "bf16")
+        return self.make_kernel(found, weight.compute)
 
     def find_experts(self, weight: ServedWeight) -> Kernel:
         """The kernel of a set of experts; Blackwell multiplies mxfp4 weights by fp8."""
-        name, compute = _name_format(weight), weight.compute or "bf16"
+        name, compute = _name_format(weight), weight.compute
         if name == "mxfp4" and "mxfp4-fp8" in self.experts:
             name, compute = "mxfp4-fp8", "fp8"
         found = self.experts.get(name) or self.experts.get("fp8-block" if weight.compute else "bf16")
@@ -143,7 +147,7 @@ class Rates:
         if self.system is not None and self.system["attention_flops_per_s"]:
             rates = self.system["attention_flops_per_s"]
             return rates[min(rates, key=lambda known: abs(int(known) - dim))]
-        return _ATTENTION_SHARE * _find_peak(self.device.id, "bf16")[0]
+        return _ATTENTION_SHARE * find_peak(self.device.id)
 
     def time_sum(self, size: float, ranks: int) -> float:
         """Seconds of an all-reduce of so many bytes: the engines' own kernels inside a node, the network beyond."""
@@ -156,7 +160,8 @@ class Rates:
 
 
 def _name_format(weight: ServedWeight) -> str:
-    return "fp8" if weight.name == "mxfp8" else weight.name
+    name = weight.name.partition("-g")[0]
+    return {"mxfp8": "fp8", "awq": "int4", "gptq": "int4"}.get(name, name)
 
 
 def count_distinct(experts: int, active: int, tokens: float) -> float:
@@ -187,10 +192,10 @@ class StepModel:
     def count_tokens(self, tokens: float) -> list[float]:
         """What grows with the tokens of a rank's step, and what every step has."""
         model, layout, rates = self.model, self.layout, self.rates
-        found = dict.fromkeys(CLASSES, 0.0)
-        found.update(
-            step=1.0, kernels=model.kernels, casts=model.casts, floors=self.floors, expert_floors=self.expert_floors
-        )
+        found = dict.fromkeys(CLASSES, 0.0) | {
+            "step": 1.0, "kernels": model.kernels, "casts": model.casts, "floors": self.floors,
+            "expert_floors": self.expert_floors,
+        }  # fmt: skip
         for weight in model.weights:
             is_expert = weight.experts > 1
             reads, math_s = self._time_experts(weight, tokens) if is_expert else self._time_dense(weight, tokens)

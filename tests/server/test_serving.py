@@ -319,6 +319,16 @@ def test_bad_questions(changes: dict[str, Any], text: str) -> None:
     assert text in str(error.value)
 
 
+def test_ranks_that_key_heads_do_not_divide() -> None:
+    """28 heads are cut by 7, 4 key heads neither cut nor copied."""
+    with pytest.raises(WorkloadError, match="tp=7 does not divide the 4 key heads of qwen2"):
+        flopcalc.serving("qwen2.5-7b", **{**_ASKED, "tp": 7})
+
+
+def test_a_gpu_without_bf16_computes_in_fp16() -> None:
+    assert flopcalc.serving("llama-3.2-1b", **{**_ASKED, "device": "v100"}).times["tpot_s"].mid > 2.47e9 / 900e9
+
+
 def test_images_are_part_of_a_prompt() -> None:
     with pytest.raises(WorkloadError, match="take 1,369 of the 1,024 tokens of a prompt, whose length includes them"):
         flopcalc.serving("qwen2.5-vl-7b", **_ASKED, images=[(1024, 1024)])
@@ -383,7 +393,7 @@ def test_launch_lines(line: str, expected: dict[str, str]) -> None:
 def test_command_of_an_engine(engine: str, layout: Deployment, expected: str) -> None:
     found = find_engine(engine, find_device("h100"), layout.tp)
     assert (
-        write_command("m", found._replace(memory_fraction=0.871 if found.id == "sglang" else 0.9), layout, "fp8")
+        write_command("m", found._replace(memory_fraction=0.871 if found.id == "sglang" else 0.9), layout, True)
         == expected
     )
 
@@ -426,6 +436,9 @@ def test_gpus_that_users_need(objective: dict[str, str]) -> None:
         ("qwen3-32b", "trtllm", "fp8", "fp8", "Qwen/Qwen3-32B ", "start it with a checkpoint in fp8"),
         ("qwen3-32b", "sglang", "nvfp4", "nvfp4", "Qwen/Qwen3-32B ", "start it with a checkpoint in nvfp4"),
         ("openai/gpt-oss-120b", "vllm", None, "mxfp4", "serve openai/gpt-oss-120b ", "as published"),
+        ("Qwen/Qwen3-30B-A3B-FP8", "vllm", None, "fp8-block", "serve Qwen/Qwen3-30B-A3B-FP8 ", "weights in fp8-block"),
+        ("nvidia/DeepSeek-R1-FP4", "trtllm", None, "nvfp4", "trtllm-serve nvidia/DeepSeek-R1-FP4 ", "weights in nvfp4"),
+        ("Qwen/Qwen3-32B-AWQ", "sglang", None, "awq", "--model-path Qwen/Qwen3-32B-AWQ ", "weights in awq"),
     ],
 )  # fmt: skip
 def test_checkpoint_that_is_served(
