@@ -123,11 +123,13 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     flags, unread = read_flags(engine, setup.get("engine_args", ""))
     notes += unread
     formats, estimator = setup.formats, bind_setup(setup, "model", notes)
-    source = estimator.source
+    source, online = estimator.source, {word: kind for kind, word in engine.online.items()}
+    notes += [source.note] if source.note else []
     if formats.weights is None and source.stored:  # an engine loads what is published
-        formats = formats.replace(weights=source.stored)
         notes.append(f"weights in {source.stored}, as published; {spell('weights', 'bf16')} serves another checkpoint")
-    asked = flags.get("kv_cache", engine.cache_of.get(str(formats.weights), "auto"))
+    weights = str(formats.weights or source.stored or online.get(flags.get("quantization", ""), "")).lower()
+    formats = formats.replace(weights=weights or None)
+    asked = flags.get("kv_cache", engine.cache_of.get(weights, "auto"))
     if formats.kv_cache is None and asked != "auto":
         formats = formats.replace(kv_cache="fp8" if asked.startswith("fp8") else asked)
     model = read_model(estimator if formats == setup.formats else bind_setup(setup.replace(formats=formats), "model"))
@@ -146,14 +148,14 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     if not room.fits:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
-    quantization = _find_quantization(engine, str(formats.weights or source.stored), source.stored, notes)
+    quantization = _find_quantization(engine, weights, source.stored, notes)
     most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
     answer = answer._replace(
         command=write_command(source.hub_id or source.name, engine, layout, model.cache_bytes < 2, quantization, most)
     )
-    weights = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
+    fitted = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id), media)
-    return _time(answer._replace(evidence=weights.evidence), setup, step, weights, notes)
+    return _time(answer._replace(evidence=fitted.evidence), setup, step, fitted, notes)
 
 
 def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:

@@ -98,6 +98,7 @@ def test_weights_of_a_rank(layout: Deployment, share: float) -> None:
         ("vllm@0.11.1", "a100-sxm-80gb", 2048, 256, 0.9),
         ("sglang@0.5.9", "b200", 16384, 2048, 0.858),
         ("trtllm@1.2.0rc6", "h200", 8192, 2048, 0.9),
+        ("TensorRT-LLM@1.1.0rc5", "h200", 8192, 2048, 0.9),
     ],
 )
 def test_engine_defaults(engine: str, device: str, tokens: int, seqs: int, fraction: float) -> None:
@@ -327,6 +328,18 @@ def test_ranks_that_key_heads_do_not_divide() -> None:
 
 def test_a_gpu_without_bf16_computes_in_fp16() -> None:
     assert flopcalc.serving("llama-3.2-1b", **{**_ASKED, "device": "v100"}).times["tpot_s"].mid > 2.47e9 / 900e9
+
+
+def test_weights_that_an_engine_quantizes_as_it_loads_them() -> None:
+    """--quantization fp8 of a line is --weights fp8; a checkpoint that is quantized already stays as it is."""
+    asked = [flopcalc.serving("qwen3-32b", **_ASKED, **more) for more in
+             ({"engine_args": "--quantization fp8"}, {"weights": "FP8"}, {})]  # fmt: skip
+    assert [found.room.weights for found in asked[:2]] == [asked[0].room.weights] * 2
+    assert asked[0].room.weights < 0.6 * asked[2].room.weights
+    assert all("--quantization fp8" in found.command for found in asked[:2])
+    found = flopcalc.serving("Qwen/Qwen3-32B-AWQ", **_ASKED, engine_args="--quantization awq")
+    assert "Qwen/Qwen3-32B-AWQ is counted as preset qwen3-32b (same layer sizes)" in found.notes
+    assert any(note.startswith("weights in awq, as published") for note in found.notes)
 
 
 def test_images_are_part_of_a_prompt() -> None:
