@@ -284,7 +284,7 @@ def predict(given: argparse.Namespace) -> None:
                 step, lambda amounts: sum(map(float.__mul__, values, map(float, amounts))), 8192 + 2048
             )
             if is_masked:  # gathered, repeated for each query head, read: one read becomes so many reads and writes
-                repeats = model.query_heads / max(layers.kv_heads for layers in model.cached)
+                repeats = max(each.heads for each in model.cached) / max(each.kv_heads for each in model.cached)
                 costs.key *= 3 + 2 * repeats
             lengths = Lengths(case.input_len, case.input_len), Lengths(case.output_len, case.output_len)
             requests, slots, shares = make_requests(Traffic(*lengths, case.concurrency, None, (), None), layout)

@@ -25,7 +25,11 @@ def _reads_lines(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*, launch: str | None, check: str | None, **options: Any) -> Any:
         if check is not None:
-            return _check(check, options["as_json"])
+            from flopcalc.report.serving import format_audit
+            from flopcalc.server.audit import check_rows
+
+            rows, as_json = check_rows(check), options["as_json"]
+            return show_json({"schema": 1, "rows": rows}) if as_json else click.echo(format_audit(check, rows))
         if launch is not None:
             from flopcalc.server.launch import read_launch
 
@@ -38,17 +42,6 @@ def _reads_lines(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(**options)
 
     return run
-
-
-def _check(path: str, as_json: bool) -> None:
-    from flopcalc.report.serving import format_audit
-    from flopcalc.server.audit import check_rows
-
-    found = check_rows(path)
-    if as_json:
-        show_json({"schema": 1, "rows": found})
-    else:
-        click.echo(format_audit(path, found))
 
 
 @click.command(cls=Command)
@@ -109,11 +102,8 @@ def serving(model: str, style: str, output: str | None, plot_file: str | None, g
         rows = [ListedRow({"concurrency": load}, question) for load, question in zip(loads, questions, strict=True)]
         bars = [(answer.times["tokens_per_s"].mid, f"{answer.times['tokens_per_s'].mid:,.0f}") if answer.times
                 else (0.0, "-") for answer in answers]  # fmt: skip
-        cells = [make_cells(answer) for answer in answers]
-        page = make_page(
-            rows, cells, [answer.notes for answer in answers], title=title, label="Tokens per second", bars=bars
-        )
-        write_page(page, output)
+        cells, notes = [make_cells(answer) for answer in answers], [answer.notes for answer in answers]
+        write_page(make_page(rows, cells, notes, title=title, label="Tokens per second", bars=bars), output)
     else:
         click.echo(format_answer(answers[0]) if len(answers) == 1 else format_curve(answers))
     if plot_file is not None and style == "table":

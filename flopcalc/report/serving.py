@@ -8,7 +8,7 @@ from typing import Any
 from flopcalc.base.text_table import format_grid, wrap
 from flopcalc.base.units import format_bytes, format_energy, format_seconds
 from flopcalc.base.vocabulary import name_part
-from flopcalc.server.serve import Estimated, ServingAnswer
+from flopcalc.server.serve import ServingAnswer
 
 _LATENCIES = {"ttft_s": "time to first token", "tpot_s": "time per output token", "e2e_s": "end to end"}
 HEADERS = ["", "mean", "90 % interval", "p50", "p90", "p95", "p99"]
@@ -34,7 +34,13 @@ def format_answer(found: ServingAnswer) -> str:
 
 def list_cells(found: ServingAnswer) -> list[list[str]]:
     """A row for each latency."""
-    rows = [_make_row(name, key, found) for key, name in _LATENCIES.items() if key in found.times]
+    rows = []
+    for key, name in _LATENCIES.items():
+        if key in found.times:
+            at = found.times[key]
+            high = "unbounded" if at.high is None else format_seconds(at.high)
+            shown = map(format_seconds, found.percentiles[key].values())
+            rows.append([name, format_seconds(at.mid), f"{format_seconds(at.low)} … {high}", *shown])
     gaps = found.percentiles.get("itl_s")
     return [*rows, *([["between tokens", "", "", *map(format_seconds, gaps.values())]] if gaps else [])]
 
@@ -140,10 +146,3 @@ def _describe_room(found: ServingAnswer) -> list[str]:
             rest="  ",
         ),
     ]
-
-
-def _make_row(name: str, key: str, found: ServingAnswer) -> list[str]:
-    value: Estimated = found.times[key]
-    high = "unbounded" if value.high is None else format_seconds(value.high)
-    shown = [format_seconds(each) for each in found.percentiles[key].values()]
-    return [name, format_seconds(value.mid), f"{format_seconds(value.low)} … {high}", *shown]

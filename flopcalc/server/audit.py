@@ -7,9 +7,9 @@ from typing import Any
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.files import read_csv
-from flopcalc.hardware.devices import find_device, find_format_peak
+from flopcalc.hardware.devices import find_device
 from flopcalc.server.served import ServedModel, read_model
-from flopcalc.server.step import Deployment, Rates, StepModel
+from flopcalc.server.step import Deployment, Rates, StepModel, find_peak
 from flopcalc.setup.counting import bind_setup
 from flopcalc.setup.setup import make_setup
 
@@ -58,7 +58,7 @@ def _check(row: dict[str, str]) -> dict[str, Any]:
     # One token reaches the fewest experts: whatever routers prefer, no fewer are read.
     moved = step.count_bytes(1.0 / layout.dp, running * length)
     least = moved / step.rates.bandwidth
-    peak = find_format_peak(device.id, max((each.compute for each in model.weights), default="") or "bf16")[0]
+    peak = find_peak(device.id, max((each.compute for each in model.weights), default=""))
     mfu = step.count_flops() * running * layout.replicas / tpot / (peak * layout.gpus)
     faults = []
     if tpot < least and row.get("spec", "none") in ("", "none"):

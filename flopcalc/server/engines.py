@@ -79,7 +79,7 @@ def split_version(text: str) -> tuple[int, ...]:
 
 def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None = None, dp: int = 1) -> Engine:
     """vllm, or vllm@0.15.1, with the defaults of that release on a device, and what a benchmark's scripts set."""
-    name, _, version = text.partition("@")
+    name, _, version = text.lower().replace("tensorrt-llm", "trtllm").partition("@")
     if name == "transformers":
         raise WorkloadError(
             f"{spell('engine', name)}: its steps depend on the lengths that cuDNN has met, so it is not predicted; "

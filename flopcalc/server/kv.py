@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flopcalc.base.errors import DeviceError
 from flopcalc.hardware.devices import Device
@@ -108,11 +108,3 @@ def find_longest(model: ServedModel, layout: Deployment, room: Room) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if count_request(model, layout, middle) <= room.cache else (low, middle - 1)
     return low
-
-
-def to_dict(room: Room) -> dict[str, Any]:
-    return {
-        "bytes_per_token": round(room.bytes_per_token), "tokens": room.tokens, "blocks": room.blocks,
-        "block_size": room.block_size, "max_concurrency": room.max_concurrency,
-        "by_kind": {kind: round(size) for kind, size in room.by_kind.items()},
-    }  # fmt: skip

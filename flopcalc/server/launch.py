@@ -44,7 +44,7 @@ def read_launch(line: str) -> dict[str, Any]:
 
 
 def write_command(
-    model: str, engine: Engine, layout: Deployment, kv_cache: str, quantization: str | None = None,
+    model: str, engine: Engine, layout: Deployment, has_fp8_cache: bool, quantization: str | None = None,
     max_model_len: int | None = None,
 ) -> str:  # fmt: skip
     """The line that starts this deployment; limits are written out, so that another release does the same."""
@@ -56,13 +56,14 @@ def write_command(
     ranks = layout.tp * (layout.dp if engine.id != "vllm" else 1)
     values = {"tp": ranks, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
     asked: dict[str, Any] = {name: value for name, value in values.items() if value > 1}
-    asked |= {"max_batched_tokens": engine.max_batched_tokens, "max_seqs": engine.max_seqs}
-    asked |= {"memory_fraction": engine.memory_fraction, **({"kv_cache": kv_cache} if kv_cache == "fp8" else {})}
-    others = {"quantization": quantization, "max_model_len": max_model_len}
-    asked |= {name: value for name, value in others.items() if value is not None}
+    asked |= {"max_batched_tokens": engine.max_batched_tokens, "max_seqs": engine.max_seqs,
+              "memory_fraction": engine.memory_fraction, "kv_cache": "fp8" if has_fp8_cache else None,
+              "quantization": quantization, "max_model_len": max_model_len}  # fmt: skip
     words = [engine.command.format(model=model)]
     words += [
-        f"{spelled[name]} {engine.kv_names.get(str(value), value)}" for name, value in asked.items() if name in spelled
+        f"{spelled[name]} {engine.kv_names.get(str(value), value)}"
+        for name, value in asked.items()
+        if name in spelled and value is not None
     ]
     words += [flag for name, flag in engine.switches.items() if values.get(name, 1) > 1]
     return " ".join(words)

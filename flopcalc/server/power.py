@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flopcalc.hardware.devices import Device, find_format_peak
+from flopcalc.hardware.devices import Device
 from flopcalc.prediction.watts import Range, Shares, find_power_model, load_watts
 from flopcalc.server.served import ServedModel
-from flopcalc.server.step import Deployment, cut_cache
+from flopcalc.server.step import Deployment, cut_cache, find_peak
 
 
 class MeanStep(NamedTuple):
@@ -17,6 +17,7 @@ class MeanStep(NamedTuple):
     decodes: float
     length: float
     prompt: float = 0.0
+    media: float = 0.0  # FLOPs of towers for each token of a prompt
 
 
 def count_shares(model: ServedModel, layout: Deployment, device: Device, step: MeanStep) -> Shares:
@@ -26,11 +27,12 @@ def count_shares(model: ServedModel, layout: Deployment, device: Device, step: M
     for weight in [*model.weights, *([model.head] if model.head is not None else [])]:
         size = weight.layers * weight.n * weight.k
         rows = batch if weight is model.head else tokens
-        peak, _ = find_format_peak(device.id, weight.compute or "bf16")
+        peak = find_peak(device.id, weight.compute)
         busy_s += 2 * size * weight.active * rows / layout.gpus / peak
         reached = weight.experts * (1 - (1 - weight.active / weight.experts) ** rows)
         moved += size * weight.bytes * reached / (layout.gpus if weight.experts > 1 else layout.tp * layout.pp)
-    peak, _ = find_format_peak(device.id, "bf16")
+    peak = find_peak(device.id)
+    busy_s += step.media * step.prompt / layout.tp / layout.pp / peak
     for layers in model.cached:
         if layers.kind == "state":
             moved += 2 * step.decodes * layers.layers * layers.state_bytes / layout.tp / layout.pp

@@ -13,18 +13,17 @@ from flopcalc.base.rows import shorten
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, parse_size
 from flopcalc.base.vocabulary import name_part
-from flopcalc.hardware.devices import Device, find_device, find_format_peak
+from flopcalc.hardware.devices import Device, find_device
 from flopcalc.planning.money import find_price
 from flopcalc.planning.network import find_interconnect
 from flopcalc.server.engines import Engine, find_engine, read_flags
-from flopcalc.server.fitted import Weights, find_weights, load_fit
+from flopcalc.server.fitted import Weights, find_weights
 from flopcalc.server.kv import Room, find_longest, find_room
-from flopcalc.server.kv import to_dict as show_cache
 from flopcalc.server.launch import write_command
 from flopcalc.server.power import MeanStep, find_server_watts
 from flopcalc.server.schedule import Request, Run, simulate
-from flopcalc.server.served import ServedModel, read_model
-from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel
+from flopcalc.server.served import ServedModel, read_media, read_model
+from flopcalc.server.step import CLASSES, Deployment, Rates, StepCosts, StepModel, find_peak, load_fitted
 from flopcalc.server.traffic import Traffic, make_requests, read_share, read_traffic
 from flopcalc.setup.counting import bind_setup, require_device
 from flopcalc.setup.setup import Setup
@@ -37,7 +36,7 @@ _LEAST_LOAD, _MOST_LOAD = 1e-3, 1 << 14  # requests in flight, or per second, th
 HOST = ("step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors")
 # What a reader calls a class of work.
 _NAMES = {"dense": "weights", "math": "products", "experts": "experts", "kv": "KV cache", "sums": "collectives",
-          "attention": "prompt attention", "tokens": "norms and casts"}  # fmt: skip
+          "attention": "prompt attention", "tokens": "norms and casts", "media": "towers"}  # fmt: skip
 
 
 Weighted = list[tuple[float, float]]
@@ -98,7 +97,10 @@ class ServingAnswer(NamedTuple):
             "evidence": self.evidence,
             **{name: self.times[name]._asdict() if name in self.times else None for name in names},
             "percentiles": self.percentiles or None,
-            "kv_cache": show_cache(self.room),
+            "kv_cache": {"bytes_per_token": round(self.room.bytes_per_token), "tokens": self.room.tokens,
+                         "blocks": self.room.blocks, "block_size": self.room.block_size,
+                         "max_concurrency": self.room.max_concurrency,
+                         "by_kind": {kind: round(size) for kind, size in self.room.by_kind.items()}},
             "memory": {"total_bytes": round(self.room.total), "weights_bytes": round(self.room.weights),
                        "reserved_bytes": round(self.room.activations), "cache_bytes": max(0, round(self.room.cache))},
             "longest_context": self.longest,
@@ -116,21 +118,28 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     """The answer to a Setup of `serving`."""
     device = find_device(require_device(setup))
     notes = [*setup.notes, *([device.note] if device.note else [])]
-    engine, flags = _choose_engine(setup, device, notes)
+    name = str(setup.get("engine", "vllm"))
+    engine = find_engine(name, device)
+    flags, unread = read_flags(engine, setup.get("engine_args", ""))
+    notes += unread
     formats, estimator = setup.formats, bind_setup(setup, "model", notes)
-    source = estimator.source
+    source, online = estimator.source, {word: kind for kind, word in engine.online.items()}
+    notes += [source.note] if source.note else []
     if formats.weights is None and source.stored:  # an engine loads what is published
-        formats = formats.replace(weights=source.stored)
         notes.append(f"weights in {source.stored}, as published; {spell('weights', 'bf16')} serves another checkpoint")
-    asked = flags.get("kv_cache", engine.cache_of.get(str(formats.weights), "auto"))
+    weights = str(formats.weights or source.stored or online.get(flags.get("quantization", ""), "")).lower()
+    formats = formats.replace(weights=weights or None)
+    asked = flags.get("kv_cache", engine.cache_of.get(weights, "auto"))
     if formats.kv_cache is None and asked != "auto":
         formats = formats.replace(kv_cache="fp8" if asked.startswith("fp8") else asked)
     model = read_model(estimator if formats == setup.formats else bind_setup(setup.replace(formats=formats), "model"))
     traffic = read_traffic(setup, model, source)
+    prompts, _, _ = make_requests(traffic._replace(concurrency=1), Deployment())
+    computed = sum(each.input - each.cached for each in prompts) / len(prompts)
+    shortest = min((each.input for each in traffic.requests), default=traffic.input.low)
+    media = read_media(estimator, setup.work.inputs, shortest, computed, notes)
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
-    engine = _set_limits(
-        find_engine(_name_engine(setup), device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags
-    )
+    engine = _set_limits(find_engine(name, device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags)
     room = find_room(model, layout, device, engine, traffic.tokens)
     longest, smallest = find_longest(model, layout, room), _find_smallest(model, device, engine, traffic.tokens)
     answer = ServingAnswer(
@@ -139,26 +148,14 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     if not room.fits:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
-    cache = "fp8" if model.cache_bytes < 2 else "auto"
-    quantization = _find_quantization(engine, str(formats.weights or source.stored), source.stored, notes)
+    quantization = _find_quantization(engine, weights, source.stored, notes)
     most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
     answer = answer._replace(
-        command=write_command(source.hub_id or source.name, engine, layout, cache, quantization, most)
+        command=write_command(source.hub_id or source.name, engine, layout, model.cache_bytes < 2, quantization, most)
     )
-    weights = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1)
-    step = StepModel(model, layout, Rates(device, layout.gpus, engine.id))
-    return _time(answer._replace(evidence=weights.evidence), setup, step, weights, notes)
-
-
-def _name_engine(setup: Setup) -> str:
-    return str(setup.get("engine", "vllm"))
-
-
-def _choose_engine(setup: Setup, device: Device, notes: list[str]) -> tuple[Engine, dict[str, str]]:
-    engine = find_engine(_name_engine(setup), device)
-    flags, found = read_flags(engine, setup.get("engine_args", ""))
-    notes += found
-    return engine, flags
+    fitted = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
+    step = StepModel(model, layout, Rates(device, layout.gpus, engine.id), media)
+    return _time(answer._replace(evidence=fitted.evidence), setup, step, fitted, notes)
 
 
 def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
@@ -233,9 +230,11 @@ def _choose_layout(
 
 def check_layout(layout: Deployment, model: ServedModel) -> None:
     """An error where a layout does not divide what it cuts."""
-    heads = model.query_heads
-    if heads > 1 and heads % layout.tp:
-        raise WorkloadError(f"{spell('tp', layout.tp)} does not divide the {heads} heads of {model.name}")
+    heads = [(each.heads, "heads") for each in model.cached]
+    heads += [(each.kv_heads, "key heads") for each in model.cached if layout.tp % max(1, each.kv_heads)]  # no copies
+    for many, what in heads:
+        if many > 1 and many % layout.tp:
+            raise WorkloadError(f"{spell('tp', layout.tp)} does not divide the {many} {what} of {model.name}")
     if layout.pp > model.layers:
         raise WorkloadError(f"{spell('pp', layout.pp)} is more than the {model.layers} layers of {model.name}")
     if layout.ep > 1:
@@ -372,7 +371,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         most = min(room.max_concurrency, engine.max_seqs) * layout.replicas * (traffic.workers[1] or 1)
         if traffic.concurrency > most:
             limit = "the cache" if room.max_concurrency < engine.max_seqs else spell("max_seqs", engine.max_seqs)
-            notes.append(f"{limit} lets {most:,} requests of this length run at once: others wait")
+            notes.append(f"{limit} lets {most:,} request{'s' * (most > 1)} of this length run at once: others wait")
     if load.is_full:
         notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean(values) for name, values in load.kept.items() if values}
@@ -381,7 +380,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
             if name in means}  # fmt: skip
     tpot = means.get("tpot_s", 0.0)
     if traffic.concurrency is not None and traffic.benchmark != "inferencex":  # which streams tokens in groups
-        most = load_fit()["streamed_tokens_per_s"]
+        most = load_fitted()["streamed_tokens_per_s"]
         line = outputs * (traffic.concurrency / most - tpot)
         if line > ends["ttft_s"][1]:
             ends["ttft_s"] = (ends["ttft_s"][0], line)
@@ -410,9 +409,12 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     times["tokens_per_s"] = Estimated(slow, rate, fast)
     times["tokens_per_s_per_gpu"] = Estimated(*(value / answer.gpus for value in (slow, rate, fast)))
     mean = _find_mean(load.run, requests)
-    by_class = _split(step, mean, inputs - traffic.count_cached(round(inputs)), weights)
+    prompt = inputs - traffic.count_cached(round(inputs))
+    by_class = _split(step, mean, prompt, weights)
+    by_class |= {"media": mean.prompt * costs.media} if costs.media else {}
     seconds = sum(by_class.values())
-    power = find_server_watts(step.model, layout, answer.device, mean._replace(seconds=seconds))
+    mean = mean._replace(seconds=seconds, media=step.media.products)
+    power = find_server_watts(step.model, layout, answer.device, mean)
     if power is not None:
         times["power_w"] = Estimated(*(watts * answer.gpus / layout.gpus for watts in power))
     price = find_price(answer.device, setup.get("price"))
@@ -420,7 +422,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
     usd = {"per_hour": hour, **_spread(hour / 3600, rate, inputs / outputs)} if price is not None else None
     wh = _spread(times["power_w"].mid / 3600, rate, inputs / outputs) if "power_w" in times else None
     if weights.evidence != "pairing":
-        notes.append(_EVIDENCE[weights.evidence])
+        notes.append(_EVIDENCE["media" if costs.media else weights.evidence])
     if traffic.speculation is not None or any(traffic.workers):
         notes.append("speculation and separate workers were not compared with measurements: the interval is a guess")
     found = answer._replace(
@@ -429,10 +431,10 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         shares=_name_shares(by_class), usd=usd, wh=wh, price=price.source if price is not None else "",
     )  # fmt: skip
     decodes = max(1.0, rate / (layout.replicas * (traffic.workers[1] or 1)) * means.get("tpot_s", means["e2e_s"]))
-    flops = step.count_flops() * rate / outputs * (inputs - traffic.count_cached(round(inputs)) + outputs)
-    peak = find_format_peak(answer.device.id, max((each.compute for each in step.model.weights), default="") or "bf16")
+    flops = rate / outputs * (step.count_flops() * (prompt + outputs) + step.media.products * prompt)
+    peak = find_peak(answer.device.id, max((each.compute for each in step.model.weights), default=""))
     return found._replace(
-        use={"mfu": flops / (answer.gpus * peak[0]),
+        use={"mfu": flops / (answer.gpus * peak),
              "bandwidth": step.count_bytes(decodes, decodes * (inputs + outputs / 2)) / seconds / step.rates.bandwidth},
         objectives=_judge(found, load, run, rate) if traffic.objectives else None,
         advice=_advise(found, step.model), notes=tuple(dict.fromkeys(notes)),
@@ -508,6 +510,7 @@ def _advise(answer: ServingAnswer, model: ServedModel) -> str:
         "collectives": "fewer GPUs per replica, with more replicas, cut it",
         "host and launches": "more requests at once, or fewer GPUs per replica, spread it over more tokens",
         "products": "a narrower compute format, prefix caching or separate workers for prompts cut it",
+        "towers": "fewer or smaller images, or separate workers for prompts, cut it",
         "prompt attention": "prefix caching or separate workers for prompts cut it",
     }
     return f"{name_part(part)}, {share:.0%} of a step: {changes.get(part, 'more requests at once spread it')}"
@@ -516,6 +519,7 @@ def _advise(answer: ServingAnswer, model: ServedModel) -> str:
 _EVIDENCE = {
     "engine and GPU": "this model was not measured on this GPU with this engine: others were",
     "engine": "nothing was measured on this GPU with this engine: the interval is that of a GPU never seen",
+    "media": "images, videos and sound were not compared with measurements of an engine: the interval is wide",
     "data sheet": "neither this GPU's generation nor its engine was measured: the interval is wide",
 }
 

@@ -6,13 +6,15 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from flopcalc.base.errors import WorkloadError
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.core.formats.formats import count_cache_bytes, find_sizes
 from flopcalc.core.formats.stored import StoredFormat, make_plain
 from flopcalc.core.model.ops import Attend, Chain, Op, Stage, Weighted, iterate, join
 from flopcalc.prediction.memory.tensors import find_reach
 from flopcalc.prediction.tensor_parallel import count_chains, find_sides
-from flopcalc.prediction.work import Side, TensorSplit
+from flopcalc.prediction.work import Side
 
 CacheKind = Literal["full", "window", "latent", "state"]
 # Which products a format of four bits holds for in a model with experts, as the publishers' checkpoints have it:
@@ -59,6 +61,17 @@ class CachedLayers(NamedTuple):
     state_bytes: int = 0  # of a sequence in one layer, however long
 
 
+class ServedMedia(NamedTuple):
+    """What the towers of images, videos and sound take, for each token of a prompt."""
+
+    products: float = 0.0  # FLOPs
+    attention: float = 0.0
+    kernels: float = 0.0  # calls
+
+
+NO_MEDIA = ServedMedia()
+
+
 class ServedModel(NamedTuple):
     """A model as an engine sees it."""
 
@@ -78,17 +91,8 @@ class ServedModel(NamedTuple):
     longest: int  # positions that the config allows; 0: not said
 
     @property
-    def routed(self) -> float:
-        """Experts that a token reaches, summed over layers."""
-        return sum(each.layers * each.active for each in self.weights if each.experts > 1 and each.n == self.hidden)
-
-    @property
     def experts(self) -> int:
         return max((weight.experts for weight in self.weights), default=1)
-
-    @property
-    def query_heads(self) -> int:
-        return max((layers.heads for layers in self.cached), default=1)
 
 
 def read_model(estimator: Estimator) -> ServedModel:
@@ -127,7 +131,11 @@ def read_model(estimator: Estimator) -> ServedModel:
                     if op.kind == "embed" or op.part == "lm_head":
                         embedding += own
                     if op.kind == "linear" and is_language and op in sides:
-                        weight = _read_weight(op, sides[op], many, stored, size)
+                        sided, each = sides[op], size / max(1, op.copies * op.n_in * op.n_out)
+                        weight = ServedWeight(
+                            op.part, sided.side, op.n_out, op.n_in, many, each, stored.name, stored.compute, sided.kv,
+                            sided.kv_heads, op.copies, op.active,
+                        )  # fmt: skip
                         weights.append(weight)
                         sums += many * (weight.side == "row")
                         joined.setdefault((op.name.rpartition(".")[0], op.n_in, op.copies), stored.compute)
@@ -136,9 +144,9 @@ def read_model(estimator: Estimator) -> ServedModel:
             casts += count * sum(bool(compute) for compute in joined.values())
     if not cached:
         raise WorkloadError(f"{name} caches nothing, so it does not generate: serving takes decoders alone")
-    sums += expert_layers  # shared experts are added before the sum over ranks
-    shared = [weight for weight in weights if weight.side == "row" and weight.part == "mlp"]
-    sums -= min(expert_layers, sum(weight.layers for weight in shared)) if expert_layers and shared else 0
+    # Shared experts are added before the sum over ranks.
+    shared = sum(weight.layers for weight in weights if weight.side == "row" and weight.part == "mlp")
+    sums += expert_layers - min(expert_layers, shared)
     head = next((weight for weight in weights if weight.part == "lm_head"), None)
     longest = estimator.source.config.get("max_position_embeddings", 0)
     return ServedModel(
@@ -147,6 +155,33 @@ def read_model(estimator: Estimator) -> ServedModel:
         count_cache_bytes(estimator.formats, 1 << 20) / (1 << 20), expert_layers,
         kernels, casts, sums, longest if isinstance(longest, int) else 0,
     )  # fmt: skip
+
+
+def read_media(
+    estimator: Estimator, inputs: Inputs, shortest: int, computed: float, notes: list[str]
+) -> ServedMedia:  # fmt: skip
+    """The exact products and attention of a request's media. Of its prompt so many tokens are computed."""
+    if not any((inputs.image, inputs.image_grid, inputs.video, inputs.video_grid, inputs.audio, inputs.max_pixels)):
+        return NO_MEDIA
+    load, found = make_load(estimator, inputs.replace(text=1, phase="prefill"))
+    tokens, length = load.seq - 1, spell("input_len")
+    if tokens >= shortest:
+        raise WorkloadError(
+            f"images, videos and sound take {tokens:,} of the {shortest:,} tokens of a prompt, whose length includes "
+            f"them: give a larger {length}"
+        )
+    notes += [*found, f"{tokens:,} tokens of each prompt are images, videos or sound: {length} includes them"]
+    rows = [
+        (each.block.copies, each.block.copies * each.flops.forward, each.row.op.kind == "attend")
+        for each in estimator.rows(load, "model")
+        if each.block.group != "language"
+    ]
+    # What a cache holds of a prompt needs no tower.
+    attention, every, kernels = (
+        sum(column) / max(tokens, computed)
+        for column in zip(*((flops * is_pair, flops, many) for many, flops, is_pair in rows), strict=True)
+    )
+    return ServedMedia(every - attention, attention, kernels)
 
 
 def _count_kernels(ops: list[Op]) -> int:
@@ -158,14 +193,6 @@ def _count_kernels(ops: list[Op]) -> int:
         + (any(op.kind == "product" for op in ops))
         + _SCAN_KERNELS * any(op.state for op in ops)
     )
-
-
-def _read_weight(op: Op, sided: TensorSplit, count: int, stored: StoredFormat, size: int) -> ServedWeight:
-    each = size / max(1, op.copies * op.n_in * op.n_out)
-    return ServedWeight(
-        op.part, sided.side, op.n_out, op.n_in, count, each, stored.name, stored.compute, sided.kv, sided.kv_heads,
-        op.copies, op.active,
-    )  # fmt: skip
 
 
 def _count_stored(
@@ -199,8 +226,7 @@ def _read_cache(op: Attend, count: int) -> CachedLayers:
 
 def _merge(cached: list[CachedLayers]) -> tuple[CachedLayers, ...]:
     """Layers that keep the same, together."""
-    found: dict[CachedLayers, int] = {}
+    found = Counter[CachedLayers]()
     for each in cached:
-        key = each._replace(layers=0)
-        found[key] = found.get(key, 0) + each.layers
+        found[each._replace(layers=0)] += each.layers
     return tuple(key._replace(layers=count) for key, count in found.items())

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from flopcalc.base.data import find_data_dir
 from flopcalc.base.errors import DeviceError, SpecError
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
-from flopcalc.hardware.devices import Device, find_format_peak
+from flopcalc.hardware.devices import Device, find_device, find_format_peak
 from flopcalc.hardware.systems import load_system
 from flopcalc.planning.network import find_interconnect, time_collective
-from flopcalc.server.served import CachedLayers, ServedModel, ServedWeight
+from flopcalc.server.served import NO_MEDIA, CachedLayers, ServedMedia, ServedModel, ServedWeight
 
 # Classes of work, which a fit weighs by engine. Seconds at the rates of the device's kernels: floors (the shortest time
 # of each product and attention call), expert_floors, dense and experts (their bytes), math (what computing adds),
@@ -29,6 +29,7 @@ _POWER = 3  # how compute and memory join: (a³ + b³)^(1/3), a quarter more tha
 _TOKEN_BYTES = 24.0  # that norms, residuals and activation functions move for each number of the residual stream
 ROUTED_MOVES = 8  # times that a row of the residual stream is read or written on its way to an expert and back
 TILE = 16  # rows that an expert's last tile wastes in the mean
+_TOWER_DIM = 64  # of a head in most towers of images and sound
 GRID_STEPS = 3  # points of the grid per doubling of the tokens
 _KIN = ("b200-sxm", "h100-sxm", "a100-sxm-80gb")  # whose kernels a device without tables has: with fp4, fp8, neither
 
@@ -46,11 +47,6 @@ class Deployment(NamedTuple):
         return self.tp * self.dp * self.pp
 
     @property
-    def expert_tp(self) -> int:
-        """Ranks that share one expert."""
-        return self.tp * self.dp // self.ep
-
-    @property
     def replicas(self) -> int:
         """Batches that run at once: one for each attention rank, and one in each stage of a pipeline."""
         return self.dp * self.pp
@@ -59,7 +55,7 @@ class Deployment(NamedTuple):
 def cut_weight(weight: ServedWeight, layout: Deployment) -> tuple[int, int]:
     """Outputs and inputs of a rank's part of a product."""
     if weight.experts > 1:
-        return -(-weight.n // layout.expert_tp), weight.k
+        return -(-weight.n * layout.ep // (layout.tp * layout.dp)), weight.k
     if weight.side == "column":
         kv = -(-weight.kv // min(layout.tp, weight.kv_heads)) if weight.kv else 0
         return -(-(weight.n - weight.kv) // layout.tp) + kv, weight.k
@@ -73,7 +69,11 @@ def cut_cache(layers: CachedLayers, tp: int) -> float:
     return layers.width * max(1, layers.kv_heads // tp) / layers.kv_heads
 
 
-_find_peak = cache(find_format_peak)  # asked for at every point of a grid
+@cache
+def find_peak(device_id: str, compute: str = "") -> float:
+    """FLOP/s of products in a format, else in the model's own: fp16 on a GPU that has no bf16."""
+    plain = "bf16" if "bf16" in find_device(device_id).peak_tflops else "fp16"
+    return find_format_peak(device_id, compute or plain)[0]
 
 
 class Kernel(NamedTuple):
@@ -90,14 +90,13 @@ class Kernel(NamedTuple):
 
 
 @cache
-def load_kernels() -> dict[str, Any]:
-    """What engines' kernels reach, by device; benchmarks/serving_kernels.py makes the file."""
-    path = os.path.join(find_data_dir(), "serving_kernels.json")
+def load_fitted(name: str = "serving") -> dict[str, Any]:
+    """What benchmarks/serving_fit.py made; under the name of serving_kernels, what kernels reach by device."""
+    path = os.path.join(find_data_dir(), f"{name}.json")
     data = read_json(path, MAX_JSON_BYTES, SpecError)
-    if not isinstance(data, dict) or data.get("schema") != 1:
-        raise SpecError(f"{path}: is not of this version: benchmarks/serving_kernels.py makes it")
-    found: dict[str, Any] = data["devices"]
-    return found
+    if not isinstance(data, dict) or data.get("schema") != 1 or tuple(data.get("classes", CLASSES)) != CLASSES:
+        raise SpecError(f"{path}: is not of this version: the scripts of its name in benchmarks make it")
+    return data
 
 
 class Rates:
@@ -111,7 +110,7 @@ class Rates:
         self.device, self.bandwidth = device, device.bandwidth_gb_per_s * 1e9
         self.system = load_system(device.id)
         kin = _KIN[0 if "nvfp4" in device.peak_tflops else 1 if "fp8" in device.peak_tflops else 2]
-        tables = load_kernels()
+        tables = load_fitted("serving_kernels")["devices"]
         twin = self.system.get("same_die_as", kin) if self.system is not None else kin
         self.tables = tables.get(device.id) or tables.get(twin) or tables[kin]
         experts = self.tables["experts"]
@@ -120,35 +119,35 @@ class Rates:
         self.experts = {**others, **experts.get("vllm", {}), **experts.get(own, {})}
         self.net = find_interconnect(None, device.id) if gpus > 1 else None
 
-    def _make(self, shares: Sequence[float], compute: str) -> Kernel:
+    def make_kernel(self, shares: Sequence[float], compute: str = "") -> Kernel:
         compute_share, memory_share, floor = shares
-        return Kernel(_find_peak(self.device.id, compute)[0] * compute_share, self.bandwidth * memory_share, floor)
+        return Kernel(find_peak(self.device.id, compute) * compute_share, self.bandwidth * memory_share, floor)
 
     def find_product(self, weight: ServedWeight) -> Kernel:
         """The kernel of a linear layer; a format without a table has the nearest one that is computed alike."""
         name = _name_format(weight)
         table = self.tables["products"]
         found = table.get(name) or table.get("fp8" if weight.compute else "bf16") or table["bf16"]
-        return self._make(found, weight.compute or "bf16")
+        return self.make_kernel(found, weight.compute)
 
     def find_experts(self, weight: ServedWeight) -> Kernel:
         """The kernel of a set of experts; Blackwell multiplies mxfp4 weights by fp8."""
-        name, compute = _name_format(weight), weight.compute or "bf16"
+        name, compute = _name_format(weight), weight.compute
         if name == "mxfp4" and "mxfp4-fp8" in self.experts:
             name, compute = "mxfp4-fp8", "fp8"
         found = self.experts.get(name) or self.experts.get("fp8-block" if weight.compute else "bf16")
-        return self._make(found or self.tables["products"]["bf16"], compute)
+        return self.make_kernel(found or self.tables["products"]["bf16"], compute)
 
     def find_keys(self, kind: str, cache_bytes: float) -> Kernel:
         """The kernel of attention over cached tokens, one new token a sequence."""
         table = self.tables["latent" if kind == "latent" else "keys"] or self.tables["keys"]
-        return self._make(table.get("fp8" if cache_bytes < 2 else "bf16") or table["bf16"], "bf16")
+        return self.make_kernel(table.get("fp8" if cache_bytes < 2 else "bf16") or table["bf16"])
 
     def find_attention(self, dim: float) -> float:
         if self.system is not None and self.system["attention_flops_per_s"]:
             rates = self.system["attention_flops_per_s"]
             return rates[min(rates, key=lambda known: abs(int(known) - dim))]
-        return _ATTENTION_SHARE * _find_peak(self.device.id, "bf16")[0]
+        return _ATTENTION_SHARE * find_peak(self.device.id)
 
     def time_sum(self, size: float, ranks: int) -> float:
         """Seconds of an all-reduce of so many bytes: the engines' own kernels inside a node, the network beyond."""
@@ -161,7 +160,8 @@ class Rates:
 
 
 def _name_format(weight: ServedWeight) -> str:
-    return "fp8" if weight.name == "mxfp8" else weight.name
+    name = weight.name.partition("-g")[0]
+    return {"mxfp8": "fp8", "awq": "int4", "gptq": "int4"}.get(name, name)
 
 
 def count_distinct(experts: int, active: int, tokens: float) -> float:
@@ -172,8 +172,10 @@ def count_distinct(experts: int, active: int, tokens: float) -> float:
 class StepModel:
     """The work of one rank in a step, as amounts by class."""
 
-    def __init__(self, model: ServedModel, layout: Deployment, rates: Rates) -> None:
-        self.model, self.layout, self.rates = model, layout, rates
+    def __init__(
+        self, model: ServedModel, layout: Deployment, rates: Rates, media: ServedMedia = NO_MEDIA
+    ) -> None:  # fmt: skip
+        self.model, self.layout, self.rates, self.media = model, layout, rates, media
         # Engines join products of one input, and measured kernels of experts hold both of their products.
         dense = {(each.part, each.k, each.name): each for each in model.weights if each.experts == 1}
         # Narrow formats were timed with their casts: bf16 shows the product alone.
@@ -190,10 +192,10 @@ class StepModel:
     def count_tokens(self, tokens: float) -> list[float]:
         """What grows with the tokens of a rank's step, and what every step has."""
         model, layout, rates = self.model, self.layout, self.rates
-        found = dict.fromkeys(CLASSES, 0.0)
-        found.update(
-            step=1.0, kernels=model.kernels, casts=model.casts, floors=self.floors, expert_floors=self.expert_floors
-        )
+        found = dict.fromkeys(CLASSES, 0.0) | {
+            "step": 1.0, "kernels": model.kernels, "casts": model.casts, "floors": self.floors,
+            "expert_floors": self.expert_floors,
+        }  # fmt: skip
         for weight in model.weights:
             is_expert = weight.experts > 1
             reads, math_s = self._time_experts(weight, tokens) if is_expert else self._time_dense(weight, tokens)
@@ -231,6 +233,13 @@ class StepModel:
         if self.model.head is not None:
             found["dense"], found["math"] = self._time_dense(self.model.head, sequences)
         return [found[name] for name in CLASSES]
+
+    def count_media(self) -> list[float]:
+        """What towers take for a token of a prompt: in bf16, cut over tp, launched call by call."""
+        media, tp, kernel = self.media, self.layout.tp, self.rates.make_kernel(self.rates.tables["products"]["bf16"])
+        found = {"math": media.products / tp / kernel.flops, "kernels": media.kernels, "eager": media.kernels,
+                 "attention": media.attention / tp / self.rates.find_attention(_TOWER_DIM)}  # fmt: skip
+        return [found.get(name, 0.0) for name in CLASSES]
 
     def time_keys(self) -> tuple[float, float, tuple[tuple[float, int], ...]]:
         """Seconds of reading one cached token, one sequence's states, and a token of each window, with its length."""
@@ -297,6 +306,7 @@ class StepCosts:
         self, step: StepModel, weigh: Callable[[Sequence[float]], Any], most_tokens: int, drafts: int = 0,
         graph_tokens: int = 0,
     ) -> None:  # fmt: skip
+        self.media = weigh(step.count_media())  # of a token of a prompt
         self.graph_tokens = graph_tokens  # steps with prompts up to this size are graphs, as decodes are
         self.drafts, self.draft_share = drafts, drafts / step.model.layers
         self.grid = _make_grid(most_tokens)
@@ -318,7 +328,8 @@ class StepCosts:
         tokens = sum(chunk for chunk, _ in prompt)
         checked = decodes * (1 + self.drafts)
         seconds = self.read(self.table, tokens + checked) + self.read(self.heads, checked + len(prompt))
-        seconds = seconds + self._draft(decodes) + (self.zero if tokens + decodes <= self.graph_tokens else self.eager)
+        launched = self.zero if tokens + decodes <= self.graph_tokens else self.eager
+        seconds = seconds + self.media * tokens + self._draft(decodes) + launched
         for chunk, before in prompt:
             seconds = seconds + self.pair * (chunk * (before + chunk / 2))
             for each, window in self.bounded:

@@ -165,7 +165,11 @@ def read_traffic(setup: Setup, model: ServedModel, source: Source) -> Traffic:
         for field, name in (("ttft", "ttft_s"), ("itl", "itl_s"))
         if setup.get(field) is not None
     )
-    workers = _read_workers(setup)
+    text = setup.get("disaggregate", "")
+    split = re.fullmatch(r"([1-9]\d{0,5})p([1-9]\d{0,5})d", text)
+    if text and split is None:
+        raise WorkloadError(f"{spell('disaggregate', text)}: write 2p4d: workers for prompts, workers for decodes")
+    workers = (int(split[1]), int(split[2])) if split is not None else (0, 0)
     speculative = setup.get("speculative")
     speculation = _read_speculation(speculative, source) if speculative is not None else None
     text = str(setup.get("prefix_hit", 0))
@@ -202,14 +206,6 @@ def read_traffic(setup: Setup, model: ServedModel, source: Source) -> Traffic:
     return Traffic(
         prompt, answer, concurrency, rate, (), benchmark, hit, users, think, objectives, speculation, workers
     )
-
-
-def _read_workers(setup: Setup) -> tuple[int, int]:
-    text = setup.get("disaggregate")
-    found = re.fullmatch(r"([1-9]\d*)p([1-9]\d*)d", text) if text is not None else None
-    if text is not None and found is None:
-        raise WorkloadError(f"{spell('disaggregate', text)}: write 2p4d: workers for prompts, workers for decodes")
-    return (int(found[1]), int(found[2])) if found is not None else (0, 0)
 
 
 def _read_requests(path: str) -> tuple[Request, ...]:

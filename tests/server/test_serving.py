@@ -13,6 +13,7 @@ import flopcalc
 from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.cli import main
 from flopcalc.cli.serving import serving as command
+from flopcalc.core.estimate.inputs import Inputs
 from flopcalc.hardware.devices import find_device
 from flopcalc.server.audit import check_rows
 from flopcalc.server.engines import find_engine, read_flags
@@ -20,7 +21,7 @@ from flopcalc.server.fitted import find_weights
 from flopcalc.server.kv import count_weights, find_room
 from flopcalc.server.launch import read_launch, write_command
 from flopcalc.server.schedule import Policy, Request, simulate
-from flopcalc.server.served import ServedModel, read_model
+from flopcalc.server.served import ServedModel, read_media, read_model
 from flopcalc.server.step import CLASSES, Deployment, count_distinct
 from flopcalc.server.traffic import Lengths, Speculation, Traffic
 
@@ -97,6 +98,7 @@ def test_weights_of_a_rank(layout: Deployment, share: float) -> None:
         ("vllm@0.11.1", "a100-sxm-80gb", 2048, 256, 0.9),
         ("sglang@0.5.9", "b200", 16384, 2048, 0.858),
         ("trtllm@1.2.0rc6", "h200", 8192, 2048, 0.9),
+        ("TensorRT-LLM@1.1.0rc5", "h200", 8192, 2048, 0.9),
     ],
 )
 def test_engine_defaults(engine: str, device: str, tokens: int, seqs: int, fraction: float) -> None:
@@ -307,6 +309,8 @@ def test_what_does_not_fit() -> None:
         ({"prefix_hit": "2k"}, "is more than the 1,024 tokens of a prompt"),
         ({"disaggregate": "2x4"}, "write 2p4d"),
         ({"think": "5s"}, "give users=N"),
+        ({"images": "640x480"}, "is a text model: it takes no images"),
+        ({"max_pixels": "1M"}, "max_pixels needs images"),
         ({"engine_args": "--max-model-len 1024"}, "a request has 1,152 tokens: the engine refuses it"),
     ],
 )
@@ -314,6 +318,33 @@ def test_bad_questions(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(FlopcalcError) as error:
         flopcalc.serving("llama-3.1-8b", **{**_ASKED, **changes})
     assert text in str(error.value)
+
+
+def test_ranks_that_key_heads_do_not_divide() -> None:
+    """28 heads are cut by 7, 4 key heads neither cut nor copied."""
+    with pytest.raises(WorkloadError, match="tp=7 does not divide the 4 key heads of qwen2"):
+        flopcalc.serving("qwen2.5-7b", **{**_ASKED, "tp": 7})
+
+
+def test_a_gpu_without_bf16_computes_in_fp16() -> None:
+    assert flopcalc.serving("llama-3.2-1b", **{**_ASKED, "device": "v100"}).times["tpot_s"].mid > 2.47e9 / 900e9
+
+
+def test_weights_that_an_engine_quantizes_as_it_loads_them() -> None:
+    """--quantization fp8 of a line is --weights fp8; a checkpoint that is quantized already stays as it is."""
+    asked = [flopcalc.serving("qwen3-32b", **_ASKED, **more) for more in
+             ({"engine_args": "--quantization fp8"}, {"weights": "FP8"}, {})]  # fmt: skip
+    assert [found.room.weights for found in asked[:2]] == [asked[0].room.weights] * 2
+    assert asked[0].room.weights < 0.6 * asked[2].room.weights
+    assert all("--quantization fp8" in found.command for found in asked[:2])
+    found = flopcalc.serving("Qwen/Qwen3-32B-AWQ", **_ASKED, engine_args="--quantization awq")
+    assert "Qwen/Qwen3-32B-AWQ is counted as preset qwen3-32b (same layer sizes)" in found.notes
+    assert any(note.startswith("weights in awq, as published") for note in found.notes)
+
+
+def test_images_are_part_of_a_prompt() -> None:
+    with pytest.raises(WorkloadError, match="take 1,369 of the 1,024 tokens of a prompt, whose length includes them"):
+        flopcalc.serving("qwen2.5-vl-7b", **_ASKED, images=[(1024, 1024)])
 
 
 @pytest.mark.parametrize(
@@ -375,7 +406,7 @@ def test_launch_lines(line: str, expected: dict[str, str]) -> None:
 def test_command_of_an_engine(engine: str, layout: Deployment, expected: str) -> None:
     found = find_engine(engine, find_device("h100"), layout.tp)
     assert (
-        write_command("m", found._replace(memory_fraction=0.871 if found.id == "sglang" else 0.9), layout, "fp8")
+        write_command("m", found._replace(memory_fraction=0.871 if found.id == "sglang" else 0.9), layout, True)
         == expected
     )
 
@@ -418,6 +449,9 @@ def test_gpus_that_users_need(objective: dict[str, str]) -> None:
         ("qwen3-32b", "trtllm", "fp8", "fp8", "Qwen/Qwen3-32B ", "start it with a checkpoint in fp8"),
         ("qwen3-32b", "sglang", "nvfp4", "nvfp4", "Qwen/Qwen3-32B ", "start it with a checkpoint in nvfp4"),
         ("openai/gpt-oss-120b", "vllm", None, "mxfp4", "serve openai/gpt-oss-120b ", "as published"),
+        ("Qwen/Qwen3-30B-A3B-FP8", "vllm", None, "fp8-block", "serve Qwen/Qwen3-30B-A3B-FP8 ", "weights in fp8-block"),
+        ("nvidia/DeepSeek-R1-FP4", "trtllm", None, "nvfp4", "trtllm-serve nvidia/DeepSeek-R1-FP4 ", "weights in nvfp4"),
+        ("Qwen/Qwen3-32B-AWQ", "sglang", None, "awq", "--model-path Qwen/Qwen3-32B-AWQ ", "weights in awq"),
     ],
 )  # fmt: skip
 def test_checkpoint_that_is_served(
@@ -495,6 +529,35 @@ def test_a_host_that_streams_slowly(changes: dict[str, Any], is_host: bool) -> N
     if is_host:
         assert ttft.high == pytest.approx(1024 * (512 / 9000 - tpot.mid))
         assert found.times["e2e_s"].high == pytest.approx((ttft.high or 0) + 1023 * (tpot.high or 0))
+
+
+# Share of each prompt that the cache holds -> of the towers' work, what remains.
+@pytest.mark.parametrize(("hit", "rest"), [(0, 1.0), (1024, 1.0), (0.75, 1024 / 1369)])
+def test_work_of_towers(hit: float, rest: float) -> None:
+    """A prompt of 4,096 tokens of which an image fills 1,369; what the cache holds of them needs no tower."""
+    estimator, notes = flopcalc.bind("qwen2.5-vl-7b"), list[str]()
+    computed = 4096 - (hit if hit > 1 else 4096 * hit)
+    media = read_media(estimator, Inputs(image=((1024, 1024),)), 4096, computed, notes)
+    counted = flopcalc.estimate_flops("qwen2.5-vl-7b", seq_len=4096, images=[(1024, 1024)], phase="forward")
+    parts = counted.by_component()
+    assert (media.products + media.attention) * computed == pytest.approx(
+        rest * (parts["vision"].forward + parts["projector"].forward)
+    )
+    assert notes[-1] == "1,369 tokens of each prompt are images, videos or sound: input_len includes them"
+
+
+def test_images() -> None:
+    asked = {**_ASKED, "input_len": 2048}
+    text, small, large = (
+        flopcalc.serving("qwen2.5-vl-7b", **asked, images=images).to_dict()
+        for images in (None, [(224, 224)], [(1024, 1024)])
+    )
+    assert text["ttft_s"]["mid"] < small["ttft_s"]["mid"] < large["ttft_s"]["mid"]
+    assert text["kv_cache"] == large["kv_cache"]  # of prompts of one length
+    assert 0 < small["time_shares"]["towers"] < large["time_shares"]["towers"]
+    assert small["mfu"] < large["mfu"]
+    assert (text["evidence"], large["evidence"]) == ("engine and GPU", "data sheet")
+    assert large["ttft_s"]["high"] / large["ttft_s"]["mid"] > text["ttft_s"]["high"] / text["ttft_s"]["mid"]
 
 
 def test_own_layers_draft() -> None:

@@ -404,7 +404,8 @@ def _load_by_name(name: str) -> Source | None:
         return None
     source = load_preset(found.path)
     hub_id = name if "/" in name else source.hub_id
-    return source.replace(hub_id=hub_id, note=f"{name} is counted as preset {source.name} ({found.shared})")
+    note = f"{name} is counted as preset {source.name} ({found.shared})"
+    return source.replace(hub_id=hub_id, note=note, stored=found.stored or source.stored)
 
 
 def _find_cached(hub_id: str, filename: str) -> str | None:

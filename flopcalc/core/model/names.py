@@ -20,6 +20,7 @@ class NamedPreset(NamedTuple):
 
     path: str
     shared: str  # what it has in common with the model of that name
+    stored: str = ""  # how a quantized release stores its weights
 
 
 def find_preset(name: str) -> NamedPreset | None:
@@ -44,10 +45,15 @@ class _Names:
         exact = self.ids.get(name.lower())
         if exact is not None:
             return NamedPreset(self.files[exact], "same config")
-        preset = self.reduced.get(self._reduce(name, self.rules["words"]))
+        words, kinds, stored = self.rules["words"], self.rules["stored"], ""
+        preset = self.reduced.get(self._reduce(name, words))
+        if preset is None:  # a quantized release
+            parts, maker = self._reduce(name, ()).split("-"), name.partition("/")[0].lower()
+            stored = next((kinds.get(f"{maker}/{word}", kinds[word]) for word in parts if word in kinds), "")
+            preset = self.reduced.get(self._reduce(name, [*words, *kinds, *self.rules["beside"]])) if stored else None
         if preset is None or self._reduce(name, ()) in self.rules["different"]:
             return None
-        return NamedPreset(self.files[preset], "same layer sizes")
+        return NamedPreset(self.files[preset], "same layer sizes", stored)
 
     def _reduce(self, name: str, words: Collection[str]) -> str:
         """'meta-llama/Meta-Llama-3-8B-Instruct' -> 'llama-3-8b'; a name without a figure (modernbert-base) stays."""

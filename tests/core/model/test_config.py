@@ -299,7 +299,7 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("qwen2-vll", "Did you mean qwen2-vl"),
         ("GPT3", "Did you mean gpt-3, "),
         ("llama-3.1-4", "Did you mean llama-3.1-405b, "),
-        ("Qwen/Qwen3-8B-FP8", "has no preset; download=True fetches it. Did you mean qwen3-8b"),
+        ("Qwen/Qwen3-8B-Lexi", "has no preset; download=True fetches it. Did you mean qwen3-8b"),
         ("", "name is empty"),
         ("a\0b", "NUL"),
         ("./absent/config.json", "no such file or folder"),

@@ -55,14 +55,13 @@ def find(name: str) -> str | None:
         ("Qwen/Qwen3-Embedding-8B", "qwen3-embedding-8b"),
         ("answerdotai/ModernBERT-base", "modernbert-base"),
         ("google-bert/bert-base-uncased", "bert-base-uncased"),
-        # an unknown word, another size, generation or kind, a quantized release
+        # an unknown word, another size, generation or kind
         ("someone/Llama-3.1-8B-Lexi-Uncensored", None),
         ("meta-llama/Llama-Guard-3-8B", None),
         ("meta-llama/Llama-3-4B", None),
         ("Qwen/Qwen2.5-9B", None),
         ("Qwen/Qwen2.5-7B-Instruct-1M", None),
-        ("Qwen/Qwen2.5-7B-Instruct-AWQ", None),
-        ("Qwen/Qwen3-8B-FP8", None),
+        ("someone/Qwen3-8B-Lexi-FP8", None),
         ("Qwen/Qwen3-Reranker-8B", None),
         ("mistralai/Mixtral-8x22B-v0.1", None),
         ("moonshotai/Kimi-K2-Thinking", None),
@@ -84,6 +83,30 @@ def test_names(name: str, preset: str | None) -> None:
         assert source.replace(note="", hub_id="") == load_config(preset).replace(hub_id="")
         assert source.hub_id == (name if "/" in name else load_config(preset).hub_id)
         assert source.note.startswith(f"{name} is counted as preset {source.name} (same ")
+
+
+# Quantized releases: their weights are taken from the name.
+@pytest.mark.parametrize(
+    ("name", "preset", "stored"),
+    [
+        ("Qwen/Qwen3-30B-A3B-FP8", "qwen3-30b-a3b", "fp8-block"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", "qwen3-235b-a22b", "fp8-block"),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "qwen2.5-7b", "awq"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2.5-7b", "gptq"),
+        ("nvidia/DeepSeek-R1-FP4", "deepseek-r1", "nvfp4"),
+        ("nvidia/DeepSeek-R1-0528-FP4-v2", "deepseek-r1", "nvfp4"),
+        ("amd/DeepSeek-R1-0528-MXFP4-Preview", "deepseek-r1", "mxfp4"),
+        ("nvidia/Llama-3.3-70B-Instruct-FP8", "llama-3.3-70b", "fp8"),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "llama-3.1-8b", "fp8"),
+        ("RedHatAI/Meta-Llama-3.1-70B-Instruct-quantized.w4a16", "llama-3.1-70b", "gptq"),
+        ("unsloth/DeepSeek-R1-BF16", "deepseek-r1", "bf16"),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-r1", "fp8-block"),  # as its preset
+    ],
+)
+def test_quantized_releases(name: str, preset: str, stored: str) -> None:
+    source = load_config(name)
+    assert (source.name, source.stored) == (preset, stored)
+    assert source.config == load_config(preset).config
 
 
 def test_every_preset_is_found_by_its_own_names() -> None:
