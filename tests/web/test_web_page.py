@@ -691,7 +691,7 @@ def test_print_keeps_the_number_in_one_line(page: Watched) -> None:
     page.wait_for_view("flops")
     page.page.emulate_media(media="print")
     exact = page.page.locator("#headline .exact").bounding_box()
-    hidden = [page.page.locator(each).is_hidden() for each in ("#inputs", "#views", ".exports", "#status")]
+    hidden = [page.page.locator(each).is_hidden() for each in ("#inputs", "#views", ".exports", ".save", "#status")]
     page.page.emulate_media(media="screen")
     assert exact["height"] < 30
     assert all(hidden)
