@@ -37,6 +37,8 @@ _HINTS = {
     "mfu": "40%",
     "tokens": "15T",
     "image": "1024x768",
+    "input_len": "1k",
+    "output_len": "256",
 }
 _SLIDERS = {"batch": (0, 10), "seq": (5, 20)}  # powers of two
 _CONTROLS = {

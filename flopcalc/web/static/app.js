@@ -459,7 +459,7 @@ function showCount({ estimate, work: words }, at) {
     h("p", { title: list(...passes.map((name) => `${t(`column.${name}`)} ${exact(estimate.flops[name])}`)) },
       says(words, list(...passes.map((name) => `${t(`column.${name}`)} ${flops(estimate.flops[name])}`)))),
     h("p", {}, mfu ? [share("MFU", mfu), share("HFU", hfu), h("span", { class: "minor" }, t("headline.peak", { peak: short(mfu.peak_flops_per_s, "FLOP/s"), device: mfu.device ?? "" }))]
-      : h("button", { type: "button", class: "link", onclick: () => form.open("step_time") }, t("headline.mfu"))),
+      : h("button", { type: "button", class: "link", onclick: () => form.open(state.setups[at].device ? "step_time" : "device") }, t("headline.mfu"))),
     h("p", { class: "minor", title: `${t("column.parameters")} ${exact(parameters.total)}` }, facts.filter(Boolean).join(" · ")),
   ];
 }

@@ -143,7 +143,7 @@ export function drawScatter({ width, height, x, y, points, lines, label }) {
   for (const line of lines) {
     picture.append(s("polyline", { class: `line ${line.className ?? ""}`,
       points: line.points.map(([a, b]) => `${across(a).toFixed(1)},${up(b).toFixed(1)}`).join(" ") }));
-    if (line.label) picture.append(s("text", { class: "tag", x: box.right, y: up(line.points.at(-1)[1]) - 6, "text-anchor": "end" }, line.label));
+    if (line.label) picture.append(s("text", { class: "tag roof", x: box.right, y: up(line.points.at(-1)[1]) - 6, "text-anchor": "end" }, line.label));
   }
   const tags = []; // names and letters stand above all points
   const places = []; // of names, as [left, top, width]

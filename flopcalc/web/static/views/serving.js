@@ -19,7 +19,7 @@ export function render(answers, { width, notes, reword, state, letters }) {
   return answers.map(({ serving: { serving }, loads }, at) => {
     const setup = state.setups[LETTERS.indexOf(letters[at])];
     const { kv_cache: cache, percentiles, usd } = serving;
-    const figure = serving.tokens_per_s ? `${exact(Math.round(serving.tokens_per_s.mid))} ${t("serving.tokens_per_s")}` : "";
+    const figure = serving.tokens_per_s ? t("serving.figure", { count: exact(Math.round(serving.tokens_per_s.mid)) }) : "";
     const high = (value) => (value === null ? t("serving.unbounded") : seconds(value));
     return [
       h("p", { class: "answer" }, h("strong", { class: "figure" }, figure || t("serving.misfits")), " ", serving.fits ? t("serving.answer", { model: serving.model, gpus: exact(serving.gpus), device: serving.device, engine: serving.engine }) : reword(serving.why ?? "")),
