@@ -35,7 +35,8 @@ def _lists_keywords(command: Command) -> Callable[[_Function], _Function]:
     groups: dict[str, list[str]] = {}
     for name, field in list_fields(command).items():
         if name not in BESIDE or command != "estimate":
-            groups.setdefault(GROUPS[field.group], []).append(KEYWORDS.get(name, name))
+            keyword = KEYWORDS.get(name, name)
+            groups.setdefault(GROUPS[field.group], []).append(f"`{keyword}`" if keyword.endswith("_") else keyword)
     listed = "\n".join(f"    - {group}: {', '.join(names)}" for group, names in groups.items())
 
     def add(function: _Function) -> _Function:

@@ -46,6 +46,9 @@ _PYODIDE = {
     "python_stdlib.zip": "python_stdlib.zip",
 }
 _SKIPPED = (
+    "__main__.py",
+    "cli/",
+    "integrations/",
     "measure",
     "monitor",
     "web/static",
@@ -135,8 +138,8 @@ def make_page(template: str, default: str, address: str = "") -> str:
         "VERSION": __version__,
         "TOTAL": f"{flops['total']:,}",
         "SHORT": format_flops(flops["total"]),
-        "FORWARD": f"{flops['forward']:,}",
-        "BACKWARD": f"{flops['backward']:,}",
+        "FORWARD": format_flops(flops["forward"]),
+        "BACKWARD": format_flops(flops["backward"]),
         "MODEL": DEFAULT["model"],
         "SEQ": f"{int(DEFAULT['seq']):,}",
         "CARD": f"{address.rstrip('/')}/card.png" if address else "card.png",
@@ -147,21 +150,16 @@ def make_page(template: str, default: str, address: str = "") -> str:
 
 
 def write_python(path: str) -> None:
-    """The installed package, its data, click and (where it is installed) PyYAML, as one zip with fixed bytes."""
+    """The package without its command line, its data and PyYAML, if it is installed, as one zip with fixed bytes."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     entries = {f"flopcalc/{name}": os.path.join(root, name) for name in _list_python(root)}
     data = find_data_dir()
     for name in _list_files(data):
         if not name.startswith(_SKIPPED_DATA) and not name.endswith(".pyc"):
             entries[f"flopcalc/model_specs/{name}"] = os.path.join(data, name)
-    for module in ("click", "yaml"):
-        found = importlib.util.find_spec(module)
-        if found is None or not found.submodule_search_locations:
-            continue
-        folder = found.submodule_search_locations[0]
-        entries |= {
-            f"{module}/{name}": os.path.join(folder, name) for name in _list_files(folder) if name.endswith(".py")
-        }
+    found = importlib.util.find_spec("yaml")
+    for folder in (found.submodule_search_locations or ())[:1] if found is not None else ():
+        entries |= {f"yaml/{name}": os.path.join(folder, name) for name in _list_files(folder) if name.endswith(".py")}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:  # compile.mjs reads it so; _compress comes last
         for name, source in sorted(entries.items()):
             info = zipfile.ZipInfo(name, _MOMENT)

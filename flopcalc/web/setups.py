@@ -30,8 +30,17 @@ _ELSEWHERE = ("spec", "download", "trace", "launch", "requests")  # what needs f
 _HIDDEN = ("dtype", "gradient_checkpointing", "compile", "top")  # read, and not in the form: another field says it
 PLAN_RECOMPUTE = "plan_recompute"  # what a plan tries; a step has one
 _KEPT = ("gpus", "batch", "phase")  # said even where the value is the default
-_HINTS = {"step_time": "500ms", "tokens_per_second": "9k", "peak": "989T", "mfu": "40%", "tokens": "15T"}
-_SLIDERS = {"batch": (0, 10), "seq": (5, 20), "gpus": (0, 14)}  # powers of two
+_HINTS = {
+    "step_time": "500ms",
+    "tokens_per_second": "9k",
+    "peak": "989T",
+    "mfu": "40%",
+    "tokens": "15T",
+    "image": "1024x768",
+    "input_len": "1k",
+    "output_len": "256",
+}
+_SLIDERS = {"batch": (0, 10), "seq": (5, 20)}  # powers of two
 _CONTROLS = {
     "device": "device",
     "interconnect": "interconnect",
@@ -78,7 +87,12 @@ def describe_form(words: Mapping[str, tuple[str, ...]]) -> list[dict[str, Any]]:
 
 def _describe_field(name: str, field: Field, words: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     hint = _HINTS.get(name) or (field.default if field.default.isdigit() else field.metavar)
-    found: dict[str, Any] = {"name": name, "kind": _CONTROLS.get(name, "text"), "hint": hint}
+    found: dict[str, Any] = {
+        "name": name,
+        "kind": _CONTROLS.get(name, "text"),
+        "hint": hint,
+        "commands": field.commands,
+    }
     known = words.get(name) or field.words
     if known and name not in _CONTROLS:
         is_open = name == "phase"  # what a model does where nothing is said depends on it

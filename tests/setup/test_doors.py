@@ -690,7 +690,7 @@ def test_a_named_option_is_found() -> None:
 def test_docstrings_list_the_keywords_by_group(command: Command) -> None:
     """Each function names what it takes, in the table's groups, and shows an example."""
     text = inspect.getdoc(getattr(flopcalc, "estimate_flops" if command == "estimate" else command)) or ""
-    listed = re.sub(r"\n +", " ", text.partition("Keywords (`flopcalc schema` describes each):")[2])
+    listed = re.sub(r"\n +", " ", text.partition("Keywords (`flopcalc schema` describes each):")[2]).replace("`", "")
     found = {line.partition(": ")[0][2:]: line.partition(": ")[2].split(", ") for line in listed.split("\n") if line}
     expected: dict[str, list[str]] = {}
     for name, field in list_fields(command).items():

@@ -6,7 +6,7 @@ import { copy, savePng, saveSvg, saveText, tablesToCsv } from "./exports.js";
 import { fetchHub, listDropped, readFiles } from "./files.js";
 import { Form } from "./form.js";
 import { choose, LANGUAGES, list, load, says, t, translatePage } from "./i18n.js";
-import { add, bytes, exact, flops, percent, short } from "./numbers.js";
+import { add, bytes, count, exact, flops, percent, short } from "./numbers.js";
 import { LETTERS, makeState, read, VIEWS, write } from "./state.js";
 import * as conventions from "./views/conventions.js";
 import * as curves from "./views/curves.js";
@@ -19,7 +19,7 @@ import * as time from "./views/time.js";
 
 const PLACES = { flops: flopsView, curves, memory, time, roofline, plan, serving, conventions };
 const PLAN_PAUSE_MS = 500;
-const COLUMN_WIDTH = 420; // pixels that a set-up beside others needs
+const COLUMN_WIDTH = 320; // pixels that a set-up beside others needs
 
 const find = (id) => document.getElementById(id);
 const quick = new Engine((kind, reason) => onStatus(kind, reason), firstWorker); // counts: always answers at once
@@ -266,7 +266,7 @@ async function refresh() {
   const mine = round;
   explanation = null;
   if (counted.length !== state.setups.length) counted.length = state.setups.length;
-  form.show(active());
+  showForm();
   renderSetups();
   renderTabs();
   saveAddress();
@@ -281,7 +281,7 @@ async function askCounts(mine) {
       // A slider moves on while Python counts: what arrives is shown all the same, it is the newest there is.
       counted[at] = { ...answer, of: JSON.stringify(setup) };
       if (mine === round) settle();
-      if (at === state.active) form.fit(answer);
+      if (at === state.active) form.fit(state.view, answer);
       renderHeadline();
       if (state.view === "flops") renderPanel();
     } catch (error) {
@@ -342,6 +342,7 @@ async function askView(mine) {
         const progress = what === "plan" ? (done, whole) => mine === round && renderProgress(done, whole) : null;
         found[what] = await engine.ask(`${what}-${at}`, { what, setup, ...place.details?.(state) }, progress);
       }
+      for (const [key, what, own] of place.listMore?.(found, setup) ?? []) found[key] = await engine.ask(`${key}-${at}`, { what, setup: own });
       return found;
     }));
     if (state.view !== view || answers.length !== state.setups.length) return;
@@ -369,8 +370,13 @@ function saveAddress() {
 
 // ---- what is shown ---------------------------------------------------------------------------------------------------
 
-function render() {
+function showForm() {
   form.show(active());
+  form.fit(state.view, counted[state.active]);
+}
+
+function render() {
+  showForm();
   renderSetups();
   renderTabs();
   renderHeadline();
@@ -384,23 +390,24 @@ function renderSetups() {
     type: "button", "aria-pressed": String(at === state.active), "data-setup": LETTERS[at],
     onclick: () => { state.active = at; render(); },
   }, `${LETTERS[at]}: ${nameModel(setup) || "?"}`));
-  const change = (id, text, act) => h("button", { type: "button", id, onclick: () => {
+  const isOne = state.setups.length === 1;
+  const change = (id, text, act) => h("button", { type: "button", id, class: "small", onclick: () => {
     act();
     shown = [];
     refresh();
   } }, text);
-  const add = state.setups.length < LETTERS.length ? change("add-setup", t("setup.add"), () => {
+  const add = state.setups.length < LETTERS.length ? change("add-setup", t(isOne ? "setup.compare" : "setup.add"), () => {
     state.setups.push(structuredClone(active()));
     state.active = state.setups.length - 1;
   }) : null;
-  const remove = state.setups.length > 1 ? change("remove-setup", t("setup.remove", { letter: LETTERS[state.active || state.setups.length - 1] }), () => {
+  const remove = isOne ? null : change("remove-setup", t("setup.remove", { letter: LETTERS[state.active || state.setups.length - 1] }), () => {
     const at = state.active || state.setups.length - 1; // the first goes last
     state.setups.splice(at, 1);
     counted.splice(at, 1);
     state.active = 0;
-  }) : null;
+  });
   const focused = document.activeElement?.id;
-  find("setups").replaceChildren(...(state.setups.length > 1 ? buttons : []), ...[add, remove].filter(Boolean));
+  find("setups").replaceChildren(...(isOne ? [] : buttons), ...[add, remove].filter(Boolean));
   if (focused && find(focused)) find(focused).focus();
 }
 
@@ -415,6 +422,9 @@ function renderTabs() {
 
 function renderHeadline() {
   const isOne = state.setups.length === 1;
+  const root = find("headline");
+  root.hidden = state.view === "serving"; // a server has no step: the view has its own number
+  if (root.hidden) return;
   form.showError(null);
   const cards = state.setups.map((setup, at) => {
     const answer = counted[at];
@@ -424,7 +434,6 @@ function renderHeadline() {
         : !answer ? h("p", {}, t("status.waiting"))
           : answer.error ? showProblem(answer.error, setup, at) : showCount(answer, at));
   });
-  const root = find("headline");
   root.classList.toggle("two", !isOne);
   root.replaceChildren(...cards);
 }
@@ -435,21 +444,23 @@ function showCount({ estimate, work: words }, at) {
   const total = estimate.flops.total;
   const first = counted[0]?.estimate;
   const facts = [
-    t("headline.parameters", { total: exact(parameters.total), trainable: exact(parameters.trainable) }),
+    parameters.total === parameters.trainable ? t("headline.trainable", { total: count(parameters.total) })
+      : t("headline.parameters", { total: count(parameters.total), trainable: count(parameters.trainable) }),
     t("headline.weights", { size: bytes(add(...formats.weights.flatMap((each) => [each.bytes, each.scale_bytes]))), format: formats.weights.map((each) => each.format).join(" + ") }),
     t("headline.convention", { name: estimate.convention }),
     workload.visual_tokens ? t("headline.images", { images: exact(workload.images), tokens: exact(workload.visual_tokens), patches: exact(workload.patches) }) : "",
   ];
   const share = (name, value) => [h("strong", { class: "share", [`data-${name.toLowerCase()}`]: "" }, `${name} ${percent(value.value)}`), " "];
+  const passes = ["forward", "backward", "recompute"].filter((name) => name !== "recompute" || estimate.flops.recompute);
   return [
     h("p", { class: "answer" }, h("strong", { class: "figure" }, flops(total)), " ",
       h("span", { class: "exact" }, "= ", h("span", { "data-total": "" }, exact(total)), " FLOPs"),
-      at && first ? h("span", { class: "minor" }, ` ${t("headline.ratio", { ratio: (Number(total) / Number(first.flops.total)).toFixed(3) })}`) : null),
-    h("p", {}, says(words, list(...["forward", "backward", "recompute"].filter((name) => name !== "recompute" || estimate.flops.recompute)
-      .map((name) => `${t(`column.${name}`)} ${exact(estimate.flops[name])}`)))),
+      at && first ? h("span", { class: "minor exact" }, ` ${t("headline.ratio", { ratio: (Number(total) / Number(first.flops.total)).toFixed(3) })}`) : null),
+    h("p", { title: list(...passes.map((name) => `${t(`column.${name}`)} ${exact(estimate.flops[name])}`)) },
+      says(words, list(...passes.map((name) => `${t(`column.${name}`)} ${flops(estimate.flops[name])}`)))),
     h("p", {}, mfu ? [share("MFU", mfu), share("HFU", hfu), h("span", { class: "minor" }, t("headline.peak", { peak: short(mfu.peak_flops_per_s, "FLOP/s"), device: mfu.device ?? "" }))]
-      : h("button", { type: "button", class: "link", onclick: () => form.open("step_time") }, t("headline.mfu"))),
-    h("p", { class: "minor" }, facts.filter(Boolean).join(" · ")),
+      : h("button", { type: "button", class: "link", onclick: () => form.open(state.setups[at].device ? "step_time" : "device") }, t("headline.mfu"))),
+    h("p", { class: "minor", title: `${t("column.parameters")} ${exact(parameters.total)}` }, facts.filter(Boolean).join(" · ")),
   ];
 }
 
@@ -494,22 +505,24 @@ function renderPanel() {
         : h("p", { class: "minor" }, failure ? t("status.none") : t("status.waiting")));
     return;
   }
-  const problem = (answer) => (place.channel ? Object.entries(answer).find(([what, each]) => each.error && what !== "translate")?.[1].error : answer.error);
-  const count = state.setups.length;
-  const across = Math.max(1, Math.min(place.isJoint ? 1 : count, Math.floor((panel.clientWidth + 24) / (COLUMN_WIDTH + 24))));
+  const problem = (answer) => (place.channel ? Object.entries(answer).find(([what, each]) => each.error && what !== "translate" && !what.includes("."))?.[1].error : answer.error);
+  const many = state.setups.length;
+  const most = Math.max(1, Math.min(place.isJoint ? 1 : many, Math.floor((panel.clientWidth + 24) / (COLUMN_WIDTH + 24))));
+  const across = Math.ceil(many / Math.ceil(many / most)); // rows of about equal length
   const width = Math.max(300, Math.round((panel.clientWidth - 24 * (across - 1)) / across));
-  const context = { state, width, onZoom: zoom, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), reword: (text) => form.reword(text), notes: (rows) => notes(rows?.map((each) => form.reword(each)), t("notes", { count: rows?.length })) };
+  const context = { state, width, onZoom: zoom, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), onField: setField, onOpenField: (name) => form.open(name), reword: (text) => form.reword(text), notes: (rows) => notes(rows?.map((each) => form.reword(each)), t("notes", { count: rows?.length })) };
   const good = answers.filter((answer) => !problem(answer));
   const rendered = good.length ? place.render(good, { ...context, letters: answers.flatMap((answer, at) => (problem(answer) ? [] : [LETTERS[at]])) }) : [];
   const focused = document.activeElement?.dataset?.path;
   const open = new Set([...panel.querySelectorAll("details[open] > summary")].map((each) => each.textContent));
-  const explain = (answer, at) => (problem(answer) === counted[at]?.error ? h("p", { class: "minor" }, t("status.none"))
-    : h("p", { class: "error", role: "alert" }, form.reword(problem(answer))));
-  const columns = place.isJoint ? [h("article", { class: "column" }, rendered, answers.map((answer, at) => (problem(answer) ? [h("p", {}, nameSetup(at)), explain(answer, at)] : null)), good.length ? makeTools(answers.find((answer) => !problem(answer)), 0) : null)]
-    : answers.map((answer, at) => h("article", { class: "column", "aria-label": count > 1 ? LETTERS[at] : null },
-      count > 1 ? h("h3", {}, nameSetup(at)) : null,
-      problem(answer) ? explain(answer, at) : rendered[good.indexOf(answer)],
-      problem(answer) ? null : makeTools(answer, at)));
+  if (state.view === "serving") form.showError(null);
+  const explain = (answer, at) => (state.view === "serving" ? showProblem(problem(answer), state.setups[at], at)
+    : problem(answer) === counted[at]?.error ? h("p", { class: "minor" }, t("status.none"))
+      : h("p", { class: "error", role: "alert" }, form.reword(problem(answer))));
+  const columns = place.isJoint ? [h("article", { class: "column" }, good.length ? makeSave(good[0], 0) : null, rendered, answers.map((answer, at) => (problem(answer) ? [h("p", {}, nameSetup(at)), explain(answer, at)] : null)), good.length ? makeLines(good[0]) : null)]
+    : answers.map((answer, at) => h("article", { class: "column", "aria-label": many > 1 ? LETTERS[at] : null },
+      many > 1 ? h("h3", {}, nameSetup(at)) : null,
+      problem(answer) ? explain(answer, at) : [makeSave(answer, at), rendered[good.indexOf(answer)], makeLines(answer)]));
   const grid = h("div", { class: `columns across-${across}` }, columns);
   panel.replaceChildren(...(place.controls?.(controlContext()) ?? []), ...(place.compare && good.length > 1 ? place.compare(good, { names: context.names.filter((_, at) => !problem(answers[at])) }) : []), grid);
   for (const each of panel.querySelectorAll("details > summary")) if (open.has(each.textContent)) each.parentElement.open = true;
@@ -524,6 +537,12 @@ const controlContext = () => ({ state, form, onChoose: (name, value) => {
   shown = [];
   refresh();
 } });
+
+// A view's own choice of a field, for the set-up of a letter.
+function setField(letter, name, value) {
+  state.setups[LETTERS.indexOf(letter)][name] = value;
+  refresh();
+}
 
 function zoom(path) {
   state.zoom = path;
@@ -552,22 +571,31 @@ function explained(answer) {
 
 // ---- exports ---------------------------------------------------------------------------------------------------------
 
-function makeTools(answer, at) {
-  const main = PLACES[state.view].channel ? answer.translate && !answer.translate.error ? answer.translate : Object.values(answer)[0] : answer;
+// The answer that a view's command and JSON belong to.
+const findMain = (answer) => (!PLACES[state.view].channel ? answer : answer.translate && !answer.translate.error ? answer.translate : Object.values(answer)[0]);
+
+// Above the picture: what a visitor takes along.
+function makeSave(answer, at) {
+  const main = findMain(answer);
   const name = `flopcalc-${state.view}${state.setups.length > 1 && !PLACES[state.view].isJoint ? `-${LETTERS[at]}` : ""}`;
   const column = (event) => event.target.closest("article");
   const picture = (event) => [column(event).querySelector("svg.treemap, svg.chart"), describePicture(at), [...column(event).querySelectorAll(".legend li")]];
   const hasPicture = state.view !== "conventions";
-  const button = (label, onclick) => h("button", { type: "button", onclick }, label);
-  return h("section", { class: "exports", "aria-label": t("exports") },
-    h("div", { class: "buttons" },
-      hasPicture ? [button("PNG", (event) => savePng(name, ...picture(event))), button("SVG", (event) => saveSvg(name, ...picture(event)))] : null,
-      button("CSV", async (event) => saveText(`${name}.csv`, (await askExport(at)).csv ?? tablesToCsv(column(event)), "text/csv")),
+  const button = (label, onclick) => h("button", { type: "button", class: "small", onclick }, label);
+  return h("section", { class: "save buttons", "aria-label": t("exports") },
+      hasPicture ? [h("span", { class: "minor" }, t("exports.picture")), button("PNG", (event) => savePng(name, ...picture(event))), button("SVG", (event) => saveSvg(name, ...picture(event)))] : null,
+      h("span", { class: "minor" }, t("exports.data")), button("CSV", async (event) => saveText(`${name}.csv`, (await askExport(at)).csv ?? tablesToCsv(column(event)), "text/csv")),
       button("JSON", async () => saveText(`${name}.json`, `${(await askExport(at)).json ?? main.json ?? JSON.stringify(main, null, 2)}\n`, "application/json")),
       button(t("exports.link"), async (event) => {
         const text = `${location.origin}${location.pathname}#${await write(state)}`;
         event.target.textContent = (await copy(text)) ? t("exports.copied") : t("exports.link");
-      })),
+      }));
+}
+
+// The same question elsewhere.
+function makeLines(answer) {
+  const main = findMain(answer);
+  return h("section", { class: "exports", "aria-label": t("exports.command") },
     line(t("exports.command"), main.lines.command),
     main.lines.python ? line("Python", `from flopcalc import ${main.lines.python.split("(")[0]}\n${main.lines.python}`) : null);
 }

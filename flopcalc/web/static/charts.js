@@ -104,7 +104,7 @@ function listTicks(low, high, isLog, most = 6) {
     const last = Math.floor(Math.log10(high) + 1e-9);
     const step = Math.max(1, Math.ceil((last - first + 1) / most));
     const decades = Math.log10(high / low);
-    const marks = decades < 1 ? [1, 2, 3, 4, 5, 6, 8] : decades < most / 3 ? [1, 2, 5] : [1];
+    const marks = decades < 1 ? [1, 2, 3, 4, 5, 6, 8] : decades < Math.max(2, most / 3) ? [1, 2, 5] : [1];
     for (let power = first - 1; power <= last; power += step) {
       for (const mark of marks) {
         const tick = mark * 10 ** power;
@@ -120,13 +120,15 @@ function listTicks(low, high, isLog, most = 6) {
   return ticks;
 }
 
-// points: {x, y, r, className, text, label beside it, mark inside it}; lines: {points, className}; both in the data's units.
+// points: {x, y, r, className, text, label beside it, mark inside it}; lines: {points, className, label above its end}; both in
+// the data's units. `x.ticks` are the values to name, where a scale's own would say less.
 export function drawScatter({ width, height, x, y, points, lines, label }) {
   const box = { left: 88, right: width - 12, top: 10, bottom: height - 42 };
   const across = makeScale(x.range, [box.left, box.right], x.isLog);
   const up = makeScale(y.range, [box.bottom, box.top], y.isLog);
   const picture = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": label });
-  for (const tick of listTicks(...x.range, x.isLog, width < 500 ? 4 : 7)) {
+  const thin = (ticks) => ticks.filter((_, at) => width >= 500 || at % 2 === (ticks.length - 1) % 2);
+  for (const tick of x.ticks ? thin(x.ticks) : listTicks(...x.range, x.isLog, width < 500 ? 4 : 7)) {
     picture.append(s("line", { class: "grid", x1: across(tick), x2: across(tick), y1: box.top, y2: box.bottom }),
       s("text", { class: "tick", x: across(tick), y: box.bottom + 16,
         "text-anchor": across(tick) > box.right - 20 ? "end" : "middle" }, x.format(tick)));
@@ -141,17 +143,27 @@ export function drawScatter({ width, height, x, y, points, lines, label }) {
   for (const line of lines) {
     picture.append(s("polyline", { class: `line ${line.className ?? ""}`,
       points: line.points.map(([a, b]) => `${across(a).toFixed(1)},${up(b).toFixed(1)}`).join(" ") }));
+    if (line.label) picture.append(s("text", { class: "tag roof", x: box.right, y: up(line.points.at(-1)[1]) - 6, "text-anchor": "end" }, line.label));
   }
-  const tags = []; // where names stand: those of points that lie together would cover each other
+  const tags = []; // names and letters stand above all points
+  const places = []; // of names, as [left, top, width]
+  const named = new Set();
   for (const point of points) {
-    const [x0, y0, isRight] = [across(point.x), up(point.y), across(point.x) > box.right - 120];
-    if (point.label && tags.length < MOST_TAGS && tags.every(([a, b, tag]) => tag.textContent !== point.label && (Math.abs(a - x0) > 90 || Math.abs(b - y0) > 13))) {
-      tags.push([x0, y0, s("text", { class: "tag", x: x0 + (isRight ? -10 : 10), y: y0 - 9, "text-anchor": isRight ? "end" : "start" }, point.label)]);
+    const [x0, y0] = [across(point.x), up(point.y)];
+    if (point.label && !named.has(point.label) && places.length < MOST_TAGS) {
+      const wide = point.label.length * 6.2;
+      const place = [[x0 + 9, y0 - 19], [x0 + 9, y0 + 7], [x0 - 9 - wide, y0 - 19], [x0 - 9 - wide, y0 + 7]].find(([left, top]) => left > box.left && left + wide < box.right
+        && top > box.top && top + 12 < box.bottom && places.every(([a, b, w]) => left > a + w + 4 || left + wide < a - 4 || Math.abs(top - b) > 12));
+      if (place) {
+        named.add(point.label);
+        places.push([...place, wide]);
+        tags.push(s("text", { class: "tag", x: place[0], y: place[1] + 10 }, point.label));
+      }
     }
     picture.append(s("circle", { class: `point ${point.className ?? ""}`, cx: x0, cy: y0, r: point.r }, s("title", {}, point.text)));
-    if (point.mark) tags.push([x0, y0, s("text", { class: "letter", x: x0, y: y0 + 4, "text-anchor": "middle" }, point.mark)]);
+    if (point.mark) tags.push(s("text", { class: "letter", x: x0, y: y0 + 4, "text-anchor": "middle" }, point.mark));
   }
-  picture.append(...tags.map(([, , tag]) => tag)); // above all points
+  picture.append(...tags);
   return picture;
 }
 
@@ -173,7 +185,7 @@ export function drawBars({ width, rows, most, format, label, unit = 1 }) {
   const across = makeScale([0, most], [8, right], false);
   const picture = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": label });
   for (const tick of listTicks(0, most / unit, false, width < 500 ? 3 : 6).map((each) => each * unit)) {
-    picture.append(s("line", { class: "grid", x1: across(tick), x2: across(tick), y1: 4, y2: height - 28 }),
+    picture.append(s("line", { class: "grid", x1: across(tick), x2: across(tick), y1: 18, y2: height - 28 }),
       s("text", { class: "tick", x: across(tick), y: height - 10, "text-anchor": tick ? "middle" : "start" }, format(tick)));
   }
   rows.forEach((row, at) => {
@@ -199,6 +211,7 @@ export function drawBars({ width, rows, most, format, label, unit = 1 }) {
     }
     for (const mark of row.marks ?? []) {
       picture.append(s("g", { class: "mark" }, s("title", {}, mark.text),
+        s("text", { x: Math.min(across(mark.value) + 4, right), y: top - 8, "text-anchor": "end" }, mark.text),
         s("line", { x1: across(mark.value), x2: across(mark.value), y1: top - 4, y2: top + 36 })));
     }
   });

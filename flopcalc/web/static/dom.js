@@ -32,6 +32,9 @@ export function table(caption, headers, rows, { className = "", texts = [] } = {
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
 }
 
+// A module's path, which may break after its dots and nowhere else.
+export const path = (text) => h("span", { class: "path" }, text.split(".").flatMap((part, at) => (at ? [".", h("wbr"), part] : [part])));
+
 export function notes(list, title) {
   if (!list?.length) return null;
   return h("details", { class: "notes" }, h("summary", {}, title),

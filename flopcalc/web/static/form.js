@@ -3,8 +3,12 @@ import { h } from "./dom.js";
 import { t, word } from "./i18n.js";
 import { Picker } from "./picker.js";
 
-const FIRST = ["phase", "batch", "seq", "device", "gpus", "step_time"]; // what most visitors change stands first
-const SUGGESTED = { device: ["h200-sxm", "h100-sxm", "b200", "a100-sxm-80gb", "rtx-4090"], gpus: ["8", "64", "512"], tokens: ["100B", "1T", "15T"], input_len: ["1k", "8k"], output_len: ["256", "1k"] };
+// What most visitors change stands first.
+const FIRST = ["seq", "batch", "image", "device", "gpus", "step_time", "phase", "input_len", "output_len", "concurrency"];
+// The commands whose fields a view shows, beside those of `estimate`; serving has its own alone.
+const COMMANDS = { flops: [], curves: ["predict"], memory: ["predict"], time: ["predict"], roofline: ["predict"], plan: ["plan"], serving: ["serving"], conventions: ["translate"] };
+export const KNOWN_DEVICES = ["h200-sxm", "h100-sxm", "b200-sxm", "a100-sxm-80gb", "mi300x", "l40s", "rtx-4090"]; // that many have
+const SUGGESTED = { device: KNOWN_DEVICES, gpus: ["8", "64", "512"], tokens: ["100B", "1T", "15T"], input_len: ["1k", "8k"], output_len: ["256", "1k"] };
 const OPTION = /--([a-z][a-z-]*)/g;
 
 export class Form {
@@ -12,6 +16,7 @@ export class Form {
     this.root = root;
     this.data = data;
     this.fields = new Map();
+    this.unused = []; // names that say nothing about the model
     this.onChange = onChange;
     this.build({ onModel, onFiles, onHub, onLaunch });
   }
@@ -114,19 +119,22 @@ export class Form {
     place.append(h("p", { class: "error field-error", id: `e-${name}`, role: "alert" }, text, action));
   }
 
-  // What the answer says about the form: fields that such a model cannot use are hidden, an open choice shows what it means.
-  fit({ unused, estimate }) {
-    if (!unused) return;
+  // Fields that the view or the model cannot use are hidden; an open choice shows what it means.
+  fit(view, answer) {
+    this.unused = answer?.unused ?? this.unused;
+    const commands = view === "serving" ? COMMANDS.serving : ["estimate", ...COMMANDS[view]];
     for (const [name, field] of this.fields) {
-      const place = this.place(name);
-      if (place && name !== "model") place.hidden = unused.includes(name) && !field.hasValue?.();
+      if (name === "model") continue;
+      const isTaken = this.table.get(name).commands.some((each) => commands.includes(each));
+      this.place(name).hidden = !isTaken || (this.unused.includes(name) && !field.hasValue());
     }
     for (const section of this.root.querySelectorAll("details[data-section]")) {
       const fields = [...section.querySelectorAll("[data-field]")];
       if (fields.length) section.hidden = fields.every((each) => each.hidden);
     }
+    const { estimate } = answer ?? {};
     const phase = this.root.querySelector("#f-phase option[value='']");
-    if (phase) phase.textContent = t("word.defaultIs", { value: word(`word.phase.${estimate.workload.phase}`, estimate.workload.phase) });
+    if (phase && estimate) phase.textContent = t("word.defaultIs", { value: word(`word.phase.${estimate.workload.phase}`, estimate.workload.phase) });
   }
 
   // A field once more, where a view asks for it; with values that many choose.

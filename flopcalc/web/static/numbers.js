@@ -20,6 +20,13 @@ export function short(value, unit = "") {
 // As the command line rounds them.
 const digits = (value) => value.toFixed(2);
 
+// Parameters: 8030261248 -> 8.03B.
+export function count(value) {
+  const number = Number(value);
+  const [size, suffix] = [[1e12, "T"], [1e9, "B"], [1e6, "M"]].find(([each]) => number >= each) ?? [1, ""];
+  return suffix ? `${digits(number / size)}${suffix}` : exact(value);
+}
+
 export const flops = (value) => short(value, "FLOPs");
 
 export function add(...values) {
@@ -30,6 +37,12 @@ export function share(part, whole) {
   const total = Number(whole);
   return total ? `${((100 * Number(part)) / total).toFixed(1)} %` : "–";
 }
+
+// How much more than before: 1.232 -> +23.2 %.
+export const more = (value, before) => {
+  const change = 100 * (Number(value) / Number(before) - 1);
+  return `${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(1)} %`;
+};
 
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
 

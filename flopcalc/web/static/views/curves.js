@@ -2,7 +2,7 @@
 import { colourOf, drawScatter, findRange, legend } from "../charts.js";
 import { h, table } from "../dom.js";
 import { list, says, t } from "../i18n.js";
-import { bytes, exact, flops, seconds, short, tick } from "../numbers.js";
+import { bytes, exact, flops, seconds, tick } from "../numbers.js";
 
 export const channel = "curve";
 export const isJoint = true;
@@ -37,23 +37,28 @@ export function render(answers, { width, state, names, letters }) {
   const lines = answers.map(({ curve }) => curve.points.map(({ x, y }) => [x, Number(y)]));
   const all = lines.flat();
   const isLog = over !== "images";
+  const values = [...new Set(all.map(([each]) => each))].sort((one, other) => one - other);
+  const size = (value) => (value >= 1024 && over !== "gpus" ? `${value / 1024}k` : exact(value)); // as the fields take it
   const x = { range: isLog ? [Math.min(...all.map(([each]) => each)) * 0.9, Math.max(...all.map(([each]) => each)) * 1.1] : findRange(all.map(([each]) => each)), isLog,
-    format: (value) => tick(short(value)), label: t(`curve.x.${over}`) };
+    ticks: values, format: size, label: t(`curve.x.${over}`) };
   const y = { range: [Math.min(...all.map(([, each]) => each)) * 0.8, Math.max(...all.map(([, each]) => each)) * 1.25], isLog: true, format: (value) => tick(format(value)), label: t(`curve.of.${of}`) };
   const named = letters.map((letter) => names.find((name) => name.startsWith(letter)) ?? letter);
-  const values = [...new Set(all.map(([each]) => each))].sort((one, other) => one - other);
-  const cell = (curve, value) => {
-    const point = curve.points.find((each) => each.x === value);
+  const find = (at, value) => answers[at].curve.points.find((each) => each.x === value);
+  const cell = (at, value) => {
+    const point = find(at, value);
     return point ? h("span", { title: of === "time" ? "" : exact(point.y) }, format(point.y)) : "–";
   };
+  const ratio = (at, value) => (find(at, value) && find(0, value) ? (Number(find(at, value).y) / Number(find(0, value).y)).toFixed(3) : "–");
+  const columns = (first, other) => answers.flatMap((_, at) => (at ? [first(at), other(at)] : [first(at)])); // each but the first beside it
   return [
     drawScatter({ width, height: Math.max(300, Math.min(460, width * 0.5)), x, y, label: t("curve.picture", { of: t(`curve.of.${of}`), over: t(`curve.x.${over}`) }),
       points: lines.flatMap((line, at) => line.map(([a, b], step) => {
         const mark = lines.length > 1 && step === line.length - 1 - at ? letters[at] : ""; // not all at one place
-        return { x: a, y: b, r: mark ? 8 : 4, className: colourOf(at), text: says(list(named[at], exact(a)), format(b)), mark };
+        return { x: a, y: b, r: mark ? 8 : 4, className: `${colourOf(at)} l${at}`, text: says(list(named[at], exact(a)), format(b)), mark };
       })),
-      lines: lines.map((points, at) => ({ points, className: `curve s${at}` })) }),
-    legend(named.map((name, at) => ({ name, colour: colourOf(at) }))),
-    table(t(`curve.of.${of}`), [t(`curve.x.${over}`), ...named], values.map((value) => [exact(value), ...answers.map(({ curve }) => cell(curve, value))])),
+      lines: lines.map((points, at) => ({ points, className: `curve s${at} l${at}` })) }),
+    legend(named.map((name, at) => ({ name, colour: `l${at}` }))),
+    table(t(`curve.of.${of}`), [t(`curve.x.${over}`), ...columns((at) => named[at], (at) => `${letters[at]} ÷ ${letters[0]}`)],
+      values.map((value) => [exact(value), ...columns((at) => cell(at, value), (at) => ratio(at, value))])),
   ];
 }

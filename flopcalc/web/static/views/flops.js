@@ -1,6 +1,6 @@
 // FLOPs by module: a treemap that can be zoomed, each box with its formula, and the same as a table.
 import { drawTreemap, findNode, makeTree } from "../charts.js";
-import { h, table } from "../dom.js";
+import { h, path, table } from "../dom.js";
 import { t, word } from "../i18n.js";
 import { add, exact, flops, share } from "../numbers.js";
 
@@ -19,7 +19,7 @@ export function compare(answers, { names }) {
   };
   return [table(t("flops.compared"), [t("column.component"), ...names.flatMap((name) => [name, t("column.share")])], [
     ...parts.map((name) => [word(`component.${name}`, name), ...answers.flatMap((answer) => of(answer, name))]),
-    [t("column.total"), ...answers.flatMap(({ estimate }) => [flops(estimate.flops.total), share(estimate.flops.total, answers[0].estimate.flops.total)])],
+    [t("column.total"), ...answers.flatMap(({ estimate }) => [flops(estimate.flops.total), `${(Number(estimate.flops.total) / Number(answers[0].estimate.flops.total)).toFixed(3)} × ${names[0][0]}`])],
   ], { className: "summed" })];
 }
 
@@ -37,18 +37,21 @@ function show(answer, { state, width, onZoom, onOpen, explained, notes }) {
       ? t("flops.leaf", { path: node.path, count: exact(node.row.exactValue), share: share(value, sum) })
       : t("flops.group", { path: node.path, count: flops(value), share: share(value, sum) }),
   });
+  const passes = ["forward", "backward", "recompute"].filter((name) => estimate.flops[name]);
+  const sum = (row) => add(row.forward, row.backward, row.recompute ?? 0);
   const shown = rows.filter((row) => row.value).sort((one, other) => other.value - one.value);
   return [
-    crumbs(tree, whole, onZoom),
+    tree === whole ? null : crumbs(tree, whole, onZoom),
     picture,
     explained(answer),
-    table(t("flops.components"), [t("column.component"), t("column.forward"), t("column.backward"), t("column.share")],
-      estimate.components.map((row) => [word(`component.${row.name}`, row.name), exact(row.forward), exact(row.backward),
-        share(add(row.forward, row.backward), estimate.flops.total)])),
+    table(t("flops.components"), [t("column.component"), t("column.flops"), t("column.share"), ...passes.map((name) => t(`column.${name}`))], [
+      ...estimate.components.map((row) => [word(`component.${row.name}`, row.name), flops(sum(row)), share(sum(row), estimate.flops.total), ...passes.map((name) => exact(row[name] ?? 0))]),
+      [t("column.total"), flops(estimate.flops.total), "", ...passes.map((name) => exact(estimate.flops[name]))],
+    ], { className: "summed" }),
     h("details", {}, h("summary", {}, t("flops.modules", { count: shown.length })),
       table(t("flops.modules", { count: shown.length }),
         [t("column.module"), "×", t("column.forward"), t("column.backward"), t("column.share"), t("column.parameters")],
-        shown.map((row) => [row.path, row.count, exact(row.forward), exact(row.backward),
+        shown.map((row) => [path(row.path), row.count, exact(row.forward), exact(row.backward),
           share(row.exactValue, estimate.flops.total), exact(row.parameters)]), { className: "paths" })),
     notes(estimate.notes),
   ];
@@ -56,15 +59,13 @@ function show(answer, { state, width, onZoom, onOpen, explained, notes }) {
 
 function crumbs(tree, whole, onZoom) {
   const list = [h("li", {}, h("button", { type: "button", class: "link", onclick: () => onZoom("") }, t("flops.whole")))];
-  if (tree !== whole) {
-    const names = tree.path.split(".");
-    names.forEach((name, at) => {
-      const path = names.slice(0, at + 1).join(".");
-      const isLast = at === names.length - 1;
-      const node = findNode(whole, path);
-      list.push(h("li", {}, isLast ? h("span", { "aria-current": "location" }, name)
-        : node ? h("button", { type: "button", class: "link", onclick: () => onZoom(path) }, name) : name));
-    });
-  }
+  const names = tree.path.split(".");
+  names.forEach((name, at) => {
+    const place = names.slice(0, at + 1).join(".");
+    const isLast = at === names.length - 1;
+    const node = findNode(whole, place);
+    list.push(h("li", {}, isLast ? h("span", { "aria-current": "location" }, name)
+      : node ? h("button", { type: "button", class: "link", onclick: () => onZoom(place) }, name) : name));
+  });
   return h("nav", { class: "crumbs", "aria-label": t("flops.zoom") }, h("ol", {}, list));
 }

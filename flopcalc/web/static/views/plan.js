@@ -1,6 +1,6 @@
 // Layouts of a training run: the best ones, and time over memory of all that fit, with the front.
 import { drawScatter, findRange, legend } from "../charts.js";
-import { h, table } from "../dom.js";
+import { fact, h, table } from "../dom.js";
 import { list, says, t, word } from "../i18n.js";
 import { amount, bytes, duration, exact, metric, money, percent, seconds, tick } from "../numbers.js";
 import { listEnergy } from "./energy.js";
@@ -10,7 +10,7 @@ export const needs = () => ["device", "gpus", "tokens"];
 export const isLong = true;
 export const questions = () => ["plan"];
 
-export function render(answers, { width, notes }) {
+export function render(answers, { width, notes, reword }) {
   return answers.map(({ plan: { plan, points } }) => {
     const front = points.filter((point) => point.is_front).sort((one, other) => one.step_time_s - other.step_time_s);
     const x = { range: findRange(points.map((point) => point.memory_bytes / 2 ** 30)), format: (value) => `${Number(value.toPrecision(4))}`, label: t("plan.x") };
@@ -20,9 +20,11 @@ export function render(answers, { width, notes }) {
     const text = (point) => says(point.layout, list(seconds(point.step_time_s), bytes(point.memory_bytes)));
     return [
       h("p", { class: "answer" }, h("strong", { class: "figure" }, seconds(best.step_time_s.mid)), " ",
-        t("plan.best", { low: seconds(best.step_time_s.low), high: seconds(best.step_time_s.high), mfu: percent(best.mfu), days: duration(best.days.mid), hours: amount(best.gpu_hours.mid) })),
+        t("plan.best", { low: seconds(best.step_time_s.low), high: seconds(best.step_time_s.high), batch: exact(plan.global_batch), seq: exact(plan.seq) })),
       h("p", {}, h("strong", {}, describeLayout(best.layout)), " ", h("span", { class: "minor" }, best.name)),
-      best.energy && h("dl", { class: "facts" }, listEnergy(best.energy, "run")),
+      h("dl", { class: "facts" }, fact(t("plan.run"), duration(best.days.mid)), fact(t("plan.runHours"), amount(best.gpu_hours.mid)), best.usd && fact(t("plan.runCost"), money(best.usd.mid)),
+        fact("MFU", percent(best.mfu)), listEnergy(best.energy, "run")),
+      plan.helps_most && h("p", { class: "advice" }, h("strong", {}, t("time.advice")), " ", reword(plan.helps_most)),
       drawScatter({ width, height: Math.max(300, Math.min(460, width * 0.58)), x, y, label: t("plan.picture", { count: points.length }),
         points: [...points.filter((point) => !point.is_front).map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 2.5, className: "faint", text: text(point) })),
           ...front.map((point) => ({ x: point.memory_bytes / 2 ** 30, y: point.step_time_s, r: 5, className: "c3", text: text(point) }))],

@@ -1,6 +1,6 @@
 // Where the time of a step goes, with its interval.
 import { colourOf, drawBars, legend } from "../charts.js";
-import { fact, h, table } from "../dom.js";
+import { fact, h, path, table } from "../dom.js";
 import { list, says, t } from "../i18n.js";
 import { amount, percent, seconds, tick } from "../numbers.js";
 import { listEnergy } from "./energy.js";
@@ -22,7 +22,7 @@ export function render(answers, { width, notes, reword }) {
     const modules = Object.entries(prediction.breakdown.modules);
     const sum = modules.reduce((total, [, value]) => total + value, 0);
     return [
-      h("p", { class: "answer" }, h("strong", { class: "figure" }, seconds(mid)), ` ${t("time.interval", { low: seconds(low), high: seconds(high) })}`),
+      h("p", { class: "answer" }, h("strong", { class: "figure" }, seconds(mid)), ` ${t("time.answer")} ${t("time.interval", { low: seconds(low), high: seconds(high) })}`),
       h("dl", { class: "facts" },
         fact(t("time.bound"), t(`bound.${prediction.bound}`)), fact("MFU", percent(prediction.mfu)), fact("HFU", percent(prediction.hfu)),
         prediction.tokens_per_s === null ? fact(t("time.samples"), amount(prediction.samples_per_s)) : fact(t("time.tokens"), amount(prediction.tokens_per_s)), fact(t("field.execution"), prediction.execution), fact(t("field.compute"), prediction.dtype),
@@ -34,7 +34,7 @@ export function render(answers, { width, notes, reword }) {
       table(t("time.kinds"), [t("column.kind"), t("column.time"), t("column.share")],
         parts.map((part) => [part.name, seconds(part.value), percent(part.value / mid)])),
       h("details", {}, h("summary", {}, t("time.modules")), table(t("time.modules"), [t("column.module"), t("column.time"), t("column.share")],
-        modules.map(([name, value]) => [name, seconds(value), percent(value / sum)]))),
+        modules.map(([name, value]) => [path(name), seconds(value), percent(value / sum)]))),
       notes(prediction.notes),
     ];
   });
