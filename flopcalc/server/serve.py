@@ -16,6 +16,7 @@ from flopcalc.base.vocabulary import name_part
 from flopcalc.hardware.devices import Device, find_device, find_format_peak
 from flopcalc.planning.money import find_price
 from flopcalc.planning.network import find_interconnect
+from flopcalc.prediction.execution_options import describe_inferred
 from flopcalc.server.engines import Engine, find_engine, read_flags
 from flopcalc.server.fitted import Weights, find_weights, load_fit
 from flopcalc.server.kv import Room, find_longest, find_room
@@ -119,6 +120,7 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     engine, flags = _choose_engine(setup, device, notes)
     formats, estimator = setup.formats, bind_setup(setup, "model", notes)
     source = estimator.source
+    notes += describe_inferred(estimator)
     if formats.weights is None and source.stored:  # an engine loads what is published
         formats = formats.replace(weights=source.stored)
         notes.append(f"weights in {source.stored}, as published; {spell('weights', 'bf16')} serves another checkpoint")
