@@ -1,4 +1,11 @@
-"""Which blocks of queries and keys an attention kernel goes through: its executed FLOPs and its seconds follow."""
+"""Which blocks of queries and keys an attention kernel goes through: its executed FLOPs and its seconds follow.
+
+`find_blocks` has the rule, exact for every call of cuDNN and flash that a GPU counted. Three things use it: executed
+FLOPs of lengths that fill no whole block (hardware/kernels.py), the pairs that seconds are fitted to
+(prediction/kernels/attention.py), and a call's FLOPs (prediction/work.py). Of whole blocks it gives what `block_pairs`
+gives for the block that a calibration table has. `block_pairs` stays for kernels and devices without a rule: one
+block, whatever a table says, and no whole blocks at a ragged length.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +74,19 @@ def find_blocks(kernel: FusedKernel, direction: PassDirection, dim: int) -> Bloc
         wide = dim <= _HALF  # square blocks at head dim 64; smaller ones beyond 128
         return Blocks(BLOCK if dim <= BLOCK else _HALF, BLOCK if wide else _HALF, is_backward)
     return Blocks(BLOCK, _HALF if is_backward else BLOCK, is_backward)
+
+
+def count_pair_flops(direction: PassDirection, qk: int, v: int) -> int:
+    """FLOPs of one head for one pair: scores and values; backward the scores again, then dV, dP, dQ and dK."""
+    return 2 * (qk + v) if direction == "forward" else 2 * (3 * qk + 2 * v)
+
+
+def count_call_flops(
+    kernel: FusedKernel, direction: PassDirection, qk: int, v: int, queries: int, keys: int, is_causal: bool
+) -> int:
+    """FLOPs of one head of one sequence in the kernel's blocks; what pads its head dim comes on top."""
+    pairs = find_blocks(kernel, direction, (qk + v) // 2).count_pairs(queries, keys, is_causal=is_causal)
+    return pairs * count_pair_flops(direction, qk, v)
 
 
 def pad_head(kernel: FusedKernel, dim: int) -> int:

@@ -9,7 +9,15 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from flopcalc.base.vocabulary import FusedKernel, Mask, PassDirection, ProductDirection
-from flopcalc.hardware.attention_blocks import BLOCK, NEAR_DIM, UNMEASURED_DIMS, KernelShape, find_blocks, pad_head
+from flopcalc.hardware.attention_blocks import (
+    BLOCK,
+    NEAR_DIM,
+    UNMEASURED_DIMS,
+    KernelShape,
+    count_call_flops,
+    count_pair_flops,
+    pad_head,
+)
 from flopcalc.hardware.routing import EVEN, Routing
 from flopcalc.hardware.tables import MeasuredTable, find_table, load_table
 from flopcalc.hardware.tiles import (
@@ -41,16 +49,12 @@ class KernelTable(NamedTuple):
         if self.modelled not in _RULED or mask == "window" or not length % BLOCK:
             return None
         shape = dict(self.shapes).get((qk, v), KernelShape())
-        found = dict[PassDirection, int]()
-        passes: tuple[tuple[PassDirection, int, tuple[int, int]], ...] = (
-            ("forward", 2 * (qk + v), shape.pad_forward),
-            ("backward", 2 * (3 * qk + 2 * v), shape.pad_backward),
-        )
-        for direction, need, (top, bottom) in passes:
-            blocks = find_blocks(self.modelled, direction, (qk + v) // 2)
-            pairs = blocks.count_pairs(length, length, is_causal=mask == "causal")
-            found[direction] = pairs * need * top // bottom
-        return found
+        pads: dict[PassDirection, tuple[int, int]] = {"forward": shape.pad_forward, "backward": shape.pad_backward}
+        call = (qk, v, length, length, mask == "causal")
+        return {
+            direction: count_call_flops(self.modelled, direction, *call) * top // bottom
+            for direction, (top, bottom) in pads.items()
+        }
 
     def describe(self, asked: Mapping[tuple[int, int], Iterable[tuple[Mask, int]]]) -> str:
         """Which table was used for (qk, v) -> {(mask, length)}, and what of it the table does not cover."""
@@ -228,6 +232,5 @@ def _read_shape(rows: list[dict[str, Any]]) -> KernelShape | None:
 
 def _per_pair(row: dict[str, Any]) -> Fraction:
     """Executed FLOPs in units of what one pair needs: 2 (qk + v) forward, 2 (3 qk + 2 v) backward, per head."""
-    qk, v = row["qk_dim"], row["v_dim"]
-    need = qk + v if row["direction"] == "forward" else 3 * qk + 2 * v
-    return Fraction(row["executed_flops"], 2 * need * row["batch"] * row["heads"])
+    needed = count_pair_flops(row["direction"], row["qk_dim"], row["v_dim"])
+    return Fraction(row["executed_flops"], needed * row["batch"] * row["heads"])

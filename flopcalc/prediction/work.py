@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from flopcalc.base.vocabulary import CallKernel, CallMask, Direction, Execution, PassDirection, ProductDirection
 from flopcalc.core.model.ops import Linear, Multiply
-from flopcalc.hardware.attention_blocks import find_blocks
+from flopcalc.hardware.attention_blocks import count_call_flops, count_pair_flops
 from flopcalc.hardware.tiles import ProductSize
 from flopcalc.prediction.timeline import Stack
 
@@ -106,12 +106,12 @@ class Attention(NamedTuple):
     @property
     def flops(self) -> float:
         """Of all calls, as a kernel executes them: whole blocks, and backward the scores once more."""
-        pairs = self.length * self.keys
-        if self.mask != "decode" and self.kernel != "eager" and self.kernel != "math":
-            blocks = find_blocks(self.kernel or "cudnn", self.direction, (self.qk + self.v) // 2)
-            pairs = blocks.count_pairs(self.length, self.keys, is_causal=self.mask in ("causal", "dropout"))
-        scored = 5 / 2 if self.direction == "backward" else 1
-        return 2.0 * pairs * self.batch * self.heads * (self.qk + self.v) * self.calls * scored
+        if self.mask == "decode" or self.kernel == "eager" or self.kernel == "math":
+            once = self.length * self.keys * count_pair_flops(self.direction, self.qk, self.v)
+        else:
+            call = (self.qk, self.v, self.length, self.keys, self.mask in ("causal", "dropout"))
+            once = count_call_flops(self.kernel or "cudnn", self.direction, *call)
+        return float(once * self.batch * self.heads) * self.calls
 
     def count_bytes(self, width: int) -> float:
         """Bytes that one call of a fused kernel moves: each number once, on the way back its gradient too."""

@@ -16,6 +16,7 @@ from flopcalc.base.vocabulary import name_part
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.planning.money import find_price
 from flopcalc.planning.network import find_interconnect
+from flopcalc.prediction.execution_options import describe_inferred
 from flopcalc.server.engines import Engine, find_engine, read_flags
 from flopcalc.server.fitted import Weights, find_weights
 from flopcalc.server.kv import Room, find_longest, find_room
@@ -125,6 +126,7 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     formats, estimator = setup.formats, bind_setup(setup, "model", notes)
     source, online = estimator.source, {word: kind for kind, word in engine.online.items()}
     notes += [source.note] if source.note else []
+    notes += describe_inferred(estimator)
     if formats.weights is None and source.stored:  # an engine loads what is published
         notes.append(f"weights in {source.stored}, as published; {spell('weights', 'bf16')} serves another checkpoint")
     weights = str(formats.weights or source.stored or online.get(flags.get("quantization", ""), "")).lower()

@@ -268,6 +268,20 @@ def test_more_takes_longer(name: str, fewer: dict[str, Any], more: dict[str, Any
     assert _mid(name, **fewer) < _mid(name, **more)
 
 
+def test_a_users_spec_without_heads_of_keys_gets_a_note(tmp_path: Path) -> None:
+    """The KV cache depends on them."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    spec = tmp_path / "herring.toml"
+    spec.write_text(text.partition("```toml herring.toml\n")[2].partition("```")[0].replace("kv_heads = 1, ", ""))
+    config = {"model_type": "herring", "width": 512, "depth": 8, "heads": 8, "vocab_size": 32000}
+    assert flopcalc.serving(config, spec=spec, **_ASKED).notes[1:3] == (
+        "herring.toml says no kv_heads for attn: 1 were inferred from the widths of its projections; add kv_heads to "
+        "the spec",
+        "herring.toml says no split for attn.q, attn.kv, attn.out, mlp.up and 1 more; no gate for mlp.act: taken from "
+        "the order of its ops; add what is wrong (docs/specs.md, Roles)",
+    )
+
+
 def test_too_much_load_has_no_upper_end() -> None:
     found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "concurrency": None, "rate": 500}).to_dict()
     assert found["ttft_s"]["high"] is None

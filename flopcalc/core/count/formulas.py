@@ -5,7 +5,7 @@ from __future__ import annotations
 from flopcalc.base.vocabulary import Mask
 from flopcalc.core.model.ops import Attend, Embed, Linear
 from flopcalc.hardware.attention_blocks import KernelShape as KernelShape
-from flopcalc.hardware.attention_blocks import block_pairs
+from flopcalc.hardware.attention_blocks import block_pairs, count_pair_flops
 
 
 def product_flops(op: Linear) -> int:
@@ -28,12 +28,14 @@ def value_flops(op: Attend) -> int:
 
 def fused_forward_flops(op: Attend, shape: KernelShape) -> int:
     """One kernel's forward per pair: scores and values, the head dim padded."""
-    return (score_flops(op) + value_flops(op)) * shape.pad_forward[0] // shape.pad_forward[1]
+    pair = count_pair_flops("forward", op.qk, op.v) * op.heads * op.times
+    return pair * shape.pad_forward[0] // shape.pad_forward[1]
 
 
 def fused_backward_flops(op: Attend, shape: KernelShape) -> int:
     """One kernel's backward per pair: it forms the scores again, then dV, dP, dQ and dK."""
-    return (3 * score_flops(op) + 2 * value_flops(op)) * shape.pad_backward[0] // shape.pad_backward[1]
+    pair = count_pair_flops("backward", op.qk, op.v) * op.heads * op.times
+    return pair * shape.pad_backward[0] // shape.pad_backward[1]
 
 
 def fused_call_flops(op: Attend, shape: KernelShape, mask: Mask, length: int) -> tuple[int, int]:
