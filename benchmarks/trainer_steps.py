@@ -24,7 +24,7 @@ Json = dict[str, Any]
 RESULT = Path(__file__).parent / "results" / "trainer_steps.json"
 TYPES = ("llama", "qwen3", "bert", "gpt2", "t5", "distilbert")
 DEPTHS = (4, 12)
-_CAST = {"weights": "fp32", "autocast": True, "clip_gradients": True}
+_CAST = {"weights": "fp32", "autocast": True, "hf_trainer": True}
 _LORA = {"r": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 WIDE = ("Trainer bert-base 32x320", "Trainer qwen3-0.6b 4x1536", "Trainer qwen2-1.5b-14 2x2048 recompute")  # round 6
 PARTS = (
@@ -108,8 +108,8 @@ def list_steps() -> dict[str, tuple[Json, bool]]:
     llama = {"config": host_types.get_config("llama-narrow-12"), "work": {"batch": 1, "seq": 64}}
     found["llama-12 32 samples"] = ({**llama, "work": {"batch": 32, "seq": 64}, "asked": _CAST}, True)
     found["llama-12 x4"] = ({**llama, "asked": {**_CAST, "grad_accum": 4}}, True)
-    found["llama-12 lora"] = ({**llama, "asked": {"lora": _LORA, "clip_gradients": True}}, True)
-    found["llama-12 bf16"] = ({**llama, "asked": {"clip_gradients": True}}, True)
+    found["llama-12 lora"] = ({**llama, "asked": {"lora": _LORA, "hf_trainer": True}}, True)
+    found["llama-12 bf16"] = ({**llama, "asked": {"hf_trainer": True}}, True)
     steps = load_steps(6)
     return found | {name: (steps[name], False) for name in WIDE}
 
