@@ -35,7 +35,7 @@ Counting = Literal["model", "full", "flash", "efficient", "cudnn"]
 Mask = Literal["causal", "full", "window"]
 # The same for an attention call that is timed. dropout: causal with dropout; apart: images of one sequence that do not
 # see each other; decode: one query per sequence.
-CallMask = Literal["causal", "dropout", "full", "window", "apart", "decode"]
+CallMask = Literal["causal", "dropout", "full", "dropped", "window", "apart", "decode"]
 # dgrad: the gradient of a layer's input; wgrad: the gradient of its weight.
 ProductDirection = Literal["forward", "dgrad", "wgrad"]
 PassDirection = Literal["forward", "backward"]

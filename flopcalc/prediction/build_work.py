@@ -14,7 +14,9 @@ from flopcalc.hardware.attention_blocks import block_pairs, pad_head
 from flopcalc.hardware.routing import EVEN
 from flopcalc.hardware.tiles import ProductSize
 from flopcalc.prediction.fused_kernels import list_fused
+from flopcalc.prediction.kernels.attention import DROPPING
 from flopcalc.prediction.kernels.defaults import load_defaults
+from flopcalc.prediction.kernels.memory_bound import FLOAT
 from flopcalc.prediction.moe_versions import USUAL
 from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.rows import count_queries, find_owed, name_module
@@ -62,14 +64,14 @@ def make_work(
     kernel: CallKernel = "",
     execution: Execution = "eager",
     transformers: str = USUAL,
-    clips: bool = False,
+    in_trainer: bool = False,
 ) -> Work:
     """The work of one step, per micro-batch `load`.
 
     Products and attention come from the op list; everything else from the operators recorded of the model's family or,
     where `execution` is fused, from what fused kernels move. `kernel` is eager (attention as plain products and a
-    softmax) or a fused kernel; without, the device picks. `transformers` is the version whose code runs; `clips`: what
-    `torch.nn.utils.clip_grad_norm_` does before an optimizer's step.
+    softmax) or a fused kernel; without, the device picks. `transformers` is the version whose code runs;
+    `in_trainer`: with what HF's Trainer does around a step.
     """
     rows = estimator.rows(load, "hardware")
     is_fused = execution == "fused"
@@ -106,7 +108,9 @@ def make_work(
             "attention goes over windows one by one here, in many small calls of the host: expect 30 % either way"
         )
     stored = 4 if estimator.formats.narrows_weights else dtype_bytes  # bytes of a weight
-    _add_optimizer(rows, load, optimizer, stored, moved, hosted, is_fused, clips)
+    if in_trainer and load.phase == "train":
+        _add_trainer(rows, moved, hosted, is_cast=estimator.formats.narrows_weights)
+    _add_optimizer(rows, load, optimizer, stored, moved, hosted, is_fused, in_trainer)
     return Work(
         tuple(maker.products),
         tuple(maker.attention),
@@ -191,7 +195,7 @@ def _add_optimizer(
     moved: list[MemoryCall],
     hosted: list[HostCall],
     is_fused: bool,
-    clips: bool,
+    in_trainer: bool,
 ) -> None:
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
@@ -206,15 +210,31 @@ def _add_optimizer(
     tied = {row.op.tied for _, row, _ in rows}
     unseen = _count_unseen(stepped, tied, load) / trained
     sizes = (read * trained, written * trained)
-    moved.append(MemoryCall("optimizer", "optimizer", "optimizer", optimizer, *sizes, tensors=tensors, unseen=unseen))
-    if clips:  # reads every gradient for its norm, then scales it
+    suffix = FLOAT if dtype_bytes == 4 and optimizer == "adamw" else ""
+    moved.append(
+        MemoryCall("optimizer", "optimizer", "optimizer", optimizer + suffix, *sizes, tensors=tensors, unseen=unseen)
+    )
+    if in_trainer:  # it clips: reads every gradient for its norm, then scales it
         sizes = (2 * dtype_bytes * trained, dtype_bytes * trained)
         moved.append(
             MemoryCall("optimizer", "optimizer", "optimizer", "clipping of gradients", *sizes, tensors=tensors)
         )
     if not is_fused:
-        ways = ("cleared", "optimizer", *["optimizer"] * clips)
-        hosted += [HostCall("optimizer", "optimizer", way, optimizer, tensors) for way in ways]
+        own = load_defaults().work.trainer if in_trainer else dict.fromkeys(("cleared", "optimizer", "fetched"), 0.0)
+        cleared = tensors * (1 + own["cleared"]) + own["fetched"]
+        ways = (("cleared", cleared), ("optimizer", tensors * (1 + own["optimizer"])))
+        hosted += [HostCall("optimizer", "optimizer", way, optimizer, many) for way, many in ways]
+
+
+def _add_trainer(rows: list[CountedRow], moved: list[MemoryCall], hosted: list[HostCall], *, is_cast: bool) -> None:
+    """What HF's Trainer does in each micro-batch: it reads the loss, walks the modules and widens the logits."""
+    walked = sum(each.many for each in hosted if each.kind == "module" and each.way == "forward")
+    walked *= load_defaults().work.trainer["modules"]
+    hosted += [HostCall("", "language", "loss", kind, many) for kind, many in (("read", 1), ("module", walked))]
+    for block, row, values in rows:
+        if is_cast and row.op.part == "head":
+            size = values[0] * row.op.n_out
+            moved.append(MemoryCall(name_module(block, row.op), block.group, "forward", "cast_up", 2 * size, 4 * size))
 
 
 def _count_unseen(stepped: list[tuple[Block, Row]], tied: set[str | None], load: Workload) -> float:
@@ -240,6 +260,7 @@ class _Maker:
         self, load: Workload, kernel: CallKernel, masked: set[str], biased: dict[str, CallKernel],
         has_dropout: bool, is_fused: bool, own: str, estimator: Estimator,
     ) -> None:  # fmt: skip
+        self.casts = bool(estimator.formats.autocast)
         self.own = own  # the number format of attention, and of all that has no other
         self.load, self.kernel, self.masked, self.biased, self.has_dropout = load, kernel, masked, biased, has_dropout
         self.is_fused = is_fused
@@ -389,11 +410,11 @@ class _Maker:
             kernel, qk, v = "flash", pad_head("flash", qk), pad_head("flash", v)
         drops = self.has_dropout and block.group == "language"
         for mask, batch, length, known, calls in shapes:
-            mask = "dropout" if drops and mask == "causal" else mask
+            mask = DROPPING.get(mask, mask) if drops else mask
             for direction, is_again in ways:
                 call = Attention(
                     module, block.group, direction, mask, batch, op.heads, op.kv_heads, qk, v, length, known, window,
-                    calls * block.copies, is_again, kernel,
+                    calls * block.copies, is_again, kernel, op.float_scores and not self.casts,
                 )  # fmt: skip
                 self.attention.append(call)
                 if is_padded:

@@ -25,7 +25,7 @@ from flopcalc.prediction.host_time import (
     name_phase,
 )
 from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
-from flopcalc.prediction.kernels.memory_bound import STREAMED
+from flopcalc.prediction.kernels.memory_bound import FLOAT, STREAMED
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
 from flopcalc.prediction.watts import Shares
 from flopcalc.prediction.work import Attention, MemoryCall, ProductCall, Work
@@ -33,7 +33,15 @@ from flopcalc.prediction.work import Attention, MemoryCall, ProductCall, Work
 _SLOWER = 0.2  # a choice: how much longer another host takes by which a step's share of its host is found
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
 # Mask -> most keys that were timed.
-LONGEST = {"causal": 8192, "dropout": 2048, "window": 8192, "apart": 8208, "full": 4096, "decode": 4000}
+LONGEST = {
+    "causal": 8192,
+    "dropout": 2048,
+    "dropped": 1024,
+    "window": 8192,
+    "apart": 8208,
+    "full": 4096,
+    "decode": 4000,
+}
 _BEYOND = 2  # times the longest that was measured: a note says so
 _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
 _HALF = 0.5  # of what a host's gain in time gains a step: beyond it, the host bounds the step
@@ -236,8 +244,8 @@ class Clock:
                 continue
             timed = self.machine.time_moved(moved)
             if moved.direction == "optimizer":
-                if moved.kind not in self.constants["optimizer"]:
-                    self.found_notes[UNTIMED.format(moved.kind)] = None
+                if (name := moved.kind.removesuffix(FLOAT)) not in self.constants["optimizer"]:
+                    self.found_notes[UNTIMED.format(name)] = None
                 self._put(moved, "optimizer", timed, moved.calls)
             else:
                 self._put(

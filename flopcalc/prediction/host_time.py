@@ -10,6 +10,7 @@ from flopcalc.base.vocabulary import Phase
 from flopcalc.prediction.kernels.constants import HostPhase, Mode
 from flopcalc.prediction.timeline import Place, Stack, find_place
 
+_ENDS = {"cleared": Place(0, -1.0), "loss": Place(1, 1.0)}  # before a forward pass, and after a backward one
 ONCE = ("cleared", "optimizer")  # what the host does once a step, for every tensor
 # Tensors that autograd keeps of an operator, as torch's derivatives.yaml has them; other kinds keep none. Under
 # checkpointing each goes through torch's hooks three times.
@@ -30,8 +31,8 @@ def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, 
     """Where in a step: the forward pass, then the backward pass in the other order, then the optimizer."""
     if way == "optimizer":  # the host goes through all tensors before the first is stepped
         return Place(2, 0.0 if is_host else 1.0)
-    if way == "cleared":
-        return Place(0, -1.0)
+    if way in _ENDS:
+        return _ENDS[way]
     stage, inner = find_place(module, group, stacks)
     return Place(0, stage, inner) if way == "forward" else Place(1, -stage, -inner)
 

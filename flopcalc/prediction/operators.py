@@ -23,6 +23,8 @@ from flopcalc.prediction.borrowed import (
     choose_stand_in,
     choose_variant,
 )
+from flopcalc.prediction.kernels.defaults import load_defaults
+from flopcalc.prediction.kernels.memory_bound import FLOAT
 from flopcalc.prediction.moe_versions import RECORDED, is_routed, list_masks
 from flopcalc.prediction.recordings import (
     DISTANCES,
@@ -496,6 +498,8 @@ class _Reader:
                     continue
                 self._note(f"{module}{_MISSING} {error}, so its {kind} operators count no bytes")
                 moved = [0, 0]
+            if reads.startswith("f") and kind in load_defaults().work.float_share:
+                kind += FLOAT
             way: PassDirection = "forward" if letter == "f" else "backward"
             key = (module.replace("#", "*"), group, way, kind, moved[0], moved[1], is_again)
             self.rows[key] = self.rows.get(key, 0) + calls * count * self.calls

@@ -102,6 +102,7 @@ class Attention(NamedTuple):
     is_again: bool = False
     # eager: plain products; math: plain products in float32; flash, efficient, cudnn; without: what the device picks
     kernel: CallKernel = ""
+    has_float_scores: bool = False  # queries and keys are multiplied in float32
 
     @property
     def flops(self) -> float:
@@ -142,7 +143,7 @@ class HostCall(NamedTuple):
 
     module: str
     group: str
-    way: str  # forward, backward, again (forward, while the backward pass runs), optimizer, cleared (gradients)
+    way: str  # forward, backward, again (forward, while backward runs), optimizer, cleared (gradients), loss (is read)
     kind: str
     many: float
 

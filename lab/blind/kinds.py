@@ -167,11 +167,10 @@ class KindsRunner(Runner):
         """A step's times; of HF's Trainer, between the ends of its steps in one run of thirty."""
         if not self.step.get("trainer"):
             return super().measure(case, profiled=profiled)
-        from transformers import Trainer, TrainerCallback, TrainingArguments
+        from transformers import TrainerCallback
 
         self.make_step(case)
-        torch, asked, steps = self.bench.torch, self.step.get("asked", {}), 30
-        batch = len(next(iter(self.sample.values())))
+        torch, steps = self.bench.torch, 30
         ends: list[float] = []
         probe = self._get_probe(case)
         probed = [probe() for _ in range(6)][1:]
@@ -182,22 +181,30 @@ class KindsRunner(Runner):
                     torch.cuda.synchronize() if torch.cuda.is_available() else None
                 ends.append(time.perf_counter())
 
-        samples = [{name: each[at] for name, each in self.sample.items()} for at in range(batch)] * steps
         if self.bench.is_gpu:
             torch.cuda.reset_peak_memory_stats()
         with tempfile.TemporaryDirectory() as folder:
-            given = TrainingArguments(
-                folder, per_device_train_batch_size=batch, max_steps=steps, bf16=asked.get("autocast", False),
-                gradient_checkpointing=asked.get("recompute") == "full", optim="adamw_torch_fused", save_strategy="no",
-                report_to=[], logging_steps=500, disable_tqdm=True, use_cpu=not self.bench.is_gpu,
-            )  # fmt: skip
-            trainer = Trainer(model=self.model, args=given, train_dataset=samples, callbacks=[Watch()])
-            trainer.train()
+            self.make_trainer(folder, steps, Watch()).train()
         probed += [probe() for _ in range(6)]
         record = {**case, "seconds": (ends[-1] - ends[9]) / (steps - 10), "probe_s": statistics.median(probed)}
         if self.bench.is_gpu:
             record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         return record
+
+    def make_trainer(self, folder: str, steps: int, watch: Any) -> Any:
+        """HF's Trainer, for so many steps over the step's own samples."""
+        from transformers import Trainer, TrainingArguments
+
+        asked, batch = self.step.get("asked", {}), len(next(iter(self.sample.values())))
+        samples = [{name: each[at] for name, each in self.sample.items()} for at in range(batch)]
+        micro = asked.get("grad_accum", 1)
+        given = TrainingArguments(
+            folder, per_device_train_batch_size=batch, max_steps=steps, bf16=asked.get("autocast", False),
+            gradient_checkpointing=asked.get("recompute") == "full", optim="adamw_torch_fused", save_strategy="no",
+            gradient_accumulation_steps=micro, report_to=[], logging_steps=500, disable_tqdm=True,
+            use_cpu=not self.bench.is_gpu,
+        )  # fmt: skip
+        return Trainer(model=self.model, args=given, train_dataset=samples * steps * micro, callbacks=[watch])
 
 
 def make_pass(
@@ -228,7 +235,9 @@ def make_pass(
     return train
 
 
-def measure(number: int, out: Path, names: list[str], device: str, budget_s: float) -> None:
+def measure(
+    number: int, out: Path, names: list[str], device: str, budget_s: float, *, is_profiled: bool = False
+) -> None:
     """Time the steps; keep what is there after each."""
     from flopcalc.measure.calibrate.provenance import describe_machine
 
@@ -241,7 +250,7 @@ def measure(number: int, out: Path, names: list[str], device: str, budget_s: flo
         start, runner = time.monotonic(), KindsRunner(device, step)
         case = {"model": name, "phase": step["work"].get("phase", "train")}
         try:
-            kept["cases"].append(runner.measure(case))
+            kept["cases"].append(runner.measure(case, profiled=is_profiled))
             said = kept["cases"][-1]["seconds"]
         except Exception as error:
             said = f"{type(error).__name__}: {error}"[:300]
@@ -365,6 +374,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--only", action="append", default=[], help="measure this step only; repeatable")
+    parser.add_argument("--profiled", action="store_true", help="measure: with the device's time by operator")
     parser.add_argument(
         "--today", action="store_true", help="report: what this code predicts, not what was said before"
     )
@@ -383,7 +393,7 @@ def main() -> None:
     elif given.out is None:
         parser.error("measure: --out FILE says where the times go")
     else:
-        measure(given.round, given.out, given.only, given.device, given.budget_s)
+        measure(given.round, given.out, given.only, given.device, given.budget_s, is_profiled=given.profiled)
 
 
 if __name__ == "__main__":

@@ -79,10 +79,12 @@ def check(model_type: str) -> int:
         return check_denoiser(model_type)
     example = find_example(model_type)
     wrong, compared = 0, 0
-    for configs, is_whole in list_variants(example):
+    variants = list(list_variants(example))
+    has_whole = any(is_whole for _, is_whole in variants)
+    for configs, is_whole in variants:
         other = set_window(resize(configs[0], 6, 2, 5, 4), 4096)
         for phase, workload in list_checks(example):
-            is_cast = model_type in AUTOCAST and is_whole and phase in CACHELESS
+            is_cast = model_type in AUTOCAST and (is_whole or not has_whole) and phase in CACHELESS
             cast = (f"{find_attention(model_type)} autocast",) if is_cast else ()
             for attention in ("sdpa", *(("eager",) if is_whole else ()), *cast):
                 try:

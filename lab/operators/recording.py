@@ -31,7 +31,9 @@ from lab.operators.runs import CACHELESS, PHASES, Run, is_masked, list_workloads
 AUTOCAST = {
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2", "smollm3",
     "granite", "bert", "roberta", "modernbert", "t5", "vit", "whisper", "dinov2", "xlm-roberta", "distilbert",
-    "deberta-v2", "electra", "bart", "marian", "m2m_100", "deit",
+    "deberta-v2", "electra", "bart", "marian", "m2m_100", "deit", "clip", "siglip", "mt5", "umt5", "albert",
+    "camembert", "mpnet", "esm", "beit", "dinov3_vit", "mbart", "pegasus", "gemma2", "olmo3", "qwen3_moe", "opt", "phi",
+    "bloom", "falcon", "starcoder2", "gptj", "gpt_neo",
 }  # fmt: skip
 
 
@@ -238,8 +240,9 @@ def record(model_type: str) -> Recording:
         return record_denoiser(model_type)
     example = find_example(model_type)
     recording = Recording()
-    default = find_attention(model_type)
-    for configs, is_whole in list_variants(example):
+    default, variants = find_attention(model_type), list(list_variants(example))
+    has_whole = any(is_whole for _, is_whole in variants)
+    for configs, is_whole in variants:
         for name in (model_type, find_language(configs[0])[0]):  # a config may leave out what its inner one is
             recording.usual[name] = find_usual(name)
         for attention in ("sdpa", "eager") if is_whole else ("sdpa",):
@@ -252,7 +255,8 @@ def record(model_type: str) -> Recording:
                         continue
                     # Eager attention makes a mask in any case.
                     modes = ["", " masked"] if is_whole and attention == "sdpa" else [""]
-                    if is_whole and attention == default and model_type in AUTOCAST and phase in CACHELESS:
+                    is_cast = model_type in AUTOCAST and phase in CACHELESS
+                    if (is_whole or not has_whole) and attention == default and is_cast:
                         modes.append(" autocast")
                     for mode in modes:
                         runs = run_all(example, configs, phase, attention, has_images, mode)

@@ -1045,14 +1045,16 @@ def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.Monkey
     assert own == {**expected, "origin": "own", "path": str(tmp_path / "predictors" / "h200-sxm.json")}
 
 
-def test_clipping_reads_gradients_twice_and_writes_them_once() -> None:
+def test_the_trainer_clips_gradients_and_reads_the_loss() -> None:
     estimator = bind("gpt2-medium", convention="hardware", device="h200")
     load, parameters = make_workload(1, 512), 354_823_168
-    plain, clipped = (make_work(estimator, load, clips=clips) for clips in (False, True))
-    (added,) = set(clipped.moved) - set(plain.moved)
+    plain, trained = (make_work(estimator, load, in_trainer=each) for each in (False, True))
+    (added,) = set(trained.moved) - set(plain.moved)
     assert (added.reads, added.writes, added.tensors) == (4 * parameters, 2 * parameters, 292)
-    assert len(clipped.hosted) == len(plain.hosted) + 1
-    found = predict("gpt2", device="h200", seq_len=512, advise=False, memory=False, clip_gradients=True)
+    modules = plain.dispatched["forward module"]
+    more = {"loss read": 1, "loss module": modules / 2, "cleared adamw": 292 * 10 + 900, "optimizer adamw": 292 * 3}
+    assert trained.dispatched == plain.dispatched | more
+    found = predict("gpt2", device="h200", seq_len=512, advise=False, memory=False, hf_trainer=True)
     assert "the time of clipping of gradients was not measured: it is that of AdamW for as many bytes" in found.notes
 
 

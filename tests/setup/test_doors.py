@@ -246,7 +246,7 @@ def test_groups_of_a_launch_file_are_predicted_as_gpus(capsys: Capture, tmp_path
     own.write_text(JOBS["axolotl"][0] + JOBS["axolotl"][1] * (tp > 1), encoding="utf-8")
     accelerate.write_text(ACCELERATE, encoding="utf-8")
     groups = run_json(
-        capsys, "predict", "gpt2", *make_words({**JOB, "gpus": str(8 // tp)}), "--device", "h200", "--clip-gradients"
+        capsys, "predict", "gpt2", *make_words({**JOB, "gpus": str(8 // tp)}), "--device", "h200", "--hf-trainer"
     )
     for words in (["--gpus", "8"], ["--launch", str(accelerate)]):
         shown = run_json(capsys, "predict", "--launch", str(own), *words, "--device", "h200")

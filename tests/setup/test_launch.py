@@ -340,7 +340,7 @@ def test_predict_and_plan(tmp_path: Path) -> None:
     found = predict(launch=trl, device="h200")
     same = predict(
         "gpt2", device="h200", seq_len=512, batch_size=4, compute="bf16", recompute="full", lora="r=16,targets=c_attn",
-        clip_gradients=True,
+        hf_trainer=True,
     )  # fmt: skip
     assert shown["step_time_s"]["mid"] == found.step_time_s.mid == same.step_time_s.mid
     assert shown["launch"]["frameworks"] == ["TRL"]

@@ -305,6 +305,7 @@ class LayerBuilder:
             latent=size("latent", 0, default="0"),
             queries=self._sum_rows(item["queries"]) if "queries" in item else None,
             rotates_part=item.get("rotates") == "part",
+            float_scores=bool(item.get("float_scores", False)),
         )
 
     def _check_rotary(self) -> None:

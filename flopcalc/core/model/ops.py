@@ -267,6 +267,7 @@ class Attend(Op):
     latent: int = 0
     queries: Sum | None = None  # None: as many as there are rows in the product that reads it
     rotates_part: bool = False  # a part of each head is rotated, then concatenated with the rest
+    float_scores: bool = False  # the code multiplies queries and keys in float32, without autocast
 
 
 @frozen(kw_only=True)

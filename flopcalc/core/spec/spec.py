@@ -45,7 +45,7 @@ OP_KEYS: dict[str, set[str]] = {
     "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at", "split"},
     "attend": _OP_COMMON
     | {"heads", "qk", "v", "out", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"}
-    | {"queries", "rotates"},
+    | {"queries", "rotates", "float_scores"},
     "product": _OP_COMMON | {"flops", "backward", "pair", "float32"},
     "norm": _OP_COMMON | {"dim", "bias", "tied", "copies", "over"},
     "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
@@ -86,7 +86,7 @@ _OP_WORDS: dict[str, tuple[str, ...]] = {
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool, str), "flat": (bool,),
     "reversible": (bool,), "input_gradient": (bool,),
-    "input_embedding": (bool, str), "detached": (bool,), "pair": (bool,), "shared": (bool,),
+    "input_embedding": (bool, str), "detached": (bool,), "pair": (bool,), "shared": (bool,), "float_scores": (bool,),
     "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict, str), "keep": (bool,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),

@@ -32,6 +32,11 @@ _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
     "dropout": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
         (1, 16, 16, 64), (1, 16, 16, 384), (8, 16, 16, 512), (4, 32, 4, 1152), (1, 12, 12, 2048), (4, 16, 4, 2048),
     )],
+    # Encoders of text, with attention dropout.
+    "dropped": [(batch, heads, heads, length, length) for batch, heads, length in (
+        (1, 12, 64), (32, 12, 64), (8, 16, 128), (64, 12, 128), (16, 16, 256), (48, 12, 384), (2, 12, 512),
+        (32, 16, 512), (4, 12, 1024),
+    )],
     # Vision towers, with as many key heads as query heads: windows and whole images.
     "full": [(batch, heads, heads, length, length) for batch, heads, length in (
         (1, 16, 64), (1, 12, 256), (8, 16, 256), (1, 16, 577), (8, 12, 729), (1, 16, 1024), (4, 16, 1024),
@@ -54,11 +59,11 @@ _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
 # Head dims of queries and of values, and the masks that models with them use. Only a tower has 72; 192 and 128 are
 # those of multi-head latent attention.
 _DIMS = {
-    (64, 64): ("causal", "dropout", "full", "window", "apart", "decode"),
+    (64, 64): ("causal", "dropout", "full", "dropped", "window", "apart", "decode"),
     (72, 72): ("full",),
     (80, 80): ("causal", "full", "decode"),
     (96, 96): ("causal", "window", "decode"),
-    (128, 128): ("causal", "dropout", "full", "window", "decode"),
+    (128, 128): ("causal", "dropout", "full", "dropped", "window", "decode"),
     (256, 256): ("causal", "window", "decode"),
     (192, 128): ("causal", "decode"),
 }
@@ -223,7 +228,7 @@ def _make_attention(
         given = torch.where(at[:, None] == at, 0.0, -1e30).to(torch.bfloat16).expand(batch, 1, length, keys)
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = heads // kv_heads, mask in ("causal", "dropout")
-    dropout = 0.1 if mask == "dropout" else 0.0
+    dropout = 0.1 if mask in ("dropout", "dropped") else 0.0
 
     # A step reads all weights between two uses of the same keys, so that no cache of the device holds them.
     swept = torch.empty(_SWEPT_BYTES if is_decode and bench.is_gpu else 0, dtype=torch.uint8, device=bench.device)

@@ -13,7 +13,9 @@ from flopcalc.prediction.work import Attention
 # Direction, mask and head dim -> seconds of a call, of a query, of a pair and of a position of the longest row.
 Table = Mapping[str, Sequence[float]]
 
-IN_WAVES = ("full", "window", "apart")  # masks under which all blocks of attention take equally long
+IN_WAVES = ("full", "dropped", "window", "apart")  # masks under which all blocks of attention take equally long
+DROPPING: dict[CallMask, CallMask] = {"causal": "dropout", "full": "dropped"}  # with weights dropped in training
+PLAIN = {dropping: plain for plain, dropping in DROPPING.items()}
 
 
 def attention_features(
@@ -61,7 +63,7 @@ def find_attention(tables: Sequence[Table], call: Attention, dim: float) -> tupl
     The kernel's own table comes first. Without its mask there, the next wider mask is used; without any, another
     kernel's table. In decoding another kernel's table comes before another mask, because all read the same keys.
     """
-    own: CallMask = "causal" if call.mask == "dropout" else call.mask  # find_dropping says how much longer it takes
+    own = PLAIN.get(call.mask, call.mask)  # find_dropping says how much longer a call takes that drops weights
     wider = "window" if own == "apart" else own
     masks = dict.fromkeys((name_mask(own, call.keys), wider, "full", "causal"))
     ways = [(table, mask) for mask in masks for table in tables]
@@ -81,9 +83,9 @@ def add_features(constants: Sequence[float], call: Attention, kernel: FusedKerne
 
 
 def find_dropping(tables: Iterable[Table], call: Attention, kernel: FusedKernel, units: int, dim: float) -> float:
-    """How many times longer a causal call takes that drops weights, at the nearest head dim with both."""
+    """How many times longer a call takes that drops weights, at the nearest head dim with both."""
     for table in tables:
-        dropping, plain = (_list_dims(table, call.direction, mask) for mask in ("dropout", "causal"))
+        dropping, plain = (_list_dims(table, call.direction, mask) for mask in (call.mask, PLAIN[call.mask]))
         if both := dropping.keys() & plain.keys():
             at = find_nearest(sorted(both), dim)
             times = [each[at][0] + add_features(each[at], call, kernel, at, units) for each in (dropping, plain)]

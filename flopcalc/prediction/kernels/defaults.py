@@ -49,6 +49,10 @@ class WorkDefaults(NamedTuple):
     free_share: float
     compiled_keeps: float
     filled_share: float
+    trainer: Mapping[str, float]
+    float_share: Mapping[str, float]
+    odd_sum: float
+    float_scores: float
 
 
 class FitStart(NamedTuple):

@@ -12,10 +12,11 @@ from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, FusedKernel, Prod
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import ALIGNED, ProductSize
-from flopcalc.prediction.kernels.attention import add_features, find_attention, find_dropping, find_nearest
+from flopcalc.prediction.kernels.attention import PLAIN, add_features, find_attention, find_dropping, find_nearest
 from flopcalc.prediction.kernels.constants import Constants, find_fitted, load_predictor
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.kernels.memory_bound import (
+    FLOAT,
     MOST_ROWS,
     count_rows,
     find_size,
@@ -53,6 +54,7 @@ def slow_down(power: Sequence[float], rate: float) -> float:
 
 MEASURED_ON = "h200-sxm"  # where the shapes of curves come from for devices that were not measured
 _STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps to use, nearest first
+_LEAST_HEAD = 32  # narrower heads take as long (benchmarks/results/kinds_profiles_05.json.gz)
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
 _UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
 _FOREACH = 21 / 7  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass
@@ -264,9 +266,9 @@ class Machine:
         constants, dim = find_attention((asked, *tables.values()), call, mean)
         # Decoding reads all keys once, with any kernel, and computes next to nothing.
         speed = self._find_speed(mean) if call.mask != "decode" else self.decode_speed
-        units, longer = round(self.shape.units), mean / dim
+        units, longer = round(self.shape.units), max(mean, _LEAST_HEAD) / dim
         seconds = constants[0] + add_features(constants, call, kernel, mean, units) * longer / speed
-        if call.mask == "dropout":
+        if call.mask in PLAIN:
             seconds *= find_dropping((asked, *tables.values()), call, kernel, units, mean)
         return KernelTime(seconds, error if dim == mean else 2 * error, self.is_measured)
 
@@ -279,6 +281,9 @@ class Machine:
         """Scores, then values, as batched products; the gradients of both."""
         many = call.batch * call.heads
         once = time_matrix(self.shape, call.length, call.keys, call.qk, many)
+        if call.has_float_scores:  # on no tensor cores, whose tiles have a lead
+            rate = self._find_other("fp32").shape.rate * load_defaults().work.float_scores
+            once = self.shape.start + 2.0 * many * call.length * call.keys * call.qk / rate
         once += time_matrix(self.shape, call.length, call.v, call.keys, many)
         return once * (2 if call.direction == "backward" else 1)
 
@@ -286,8 +291,10 @@ class Machine:
         if self.plain is not self:
             return self.plain.time_moved(moved)
         error = self._find_error("moved")
-        size = moved.reads + moved.writes
-        name = name_shape(moved.kind, moved.reads, moved.writes).removesuffix("_frozen")
+        kind = moved.kind.removesuffix(FLOAT)
+        share = load_defaults().work.float_share[kind] if kind != moved.kind else 1.0
+        size = (moved.reads + moved.writes) * share
+        name = name_shape(kind, moved.reads, moved.writes).removesuffix("_frozen")
         curves, lines = self.constants["moved"], self.constants["linear"]
         if moved.direction == "backward" and f"{name}_backward" in curves:
             name += "_backward"
@@ -307,7 +314,7 @@ class Machine:
         while name not in curves and name not in lines:  # of a kind that was not measured, the next wider one's
             name, error = name.rpartition("_")[0] or "pointwise_strided", 2 * error
         if name in curves:
-            seconds = read_curve(curves[name], find_size(name, moved.reads, moved.writes) / self.memory)
+            seconds = read_curve(curves[name], find_size(name, moved.reads, moved.writes) * share / self.memory)
         else:
             start, per_byte = lines[name]
             seconds = start + size * per_byte / self.memory
@@ -315,8 +322,14 @@ class Machine:
 
     def _time_rows(self, moved: MemoryCall) -> float:
         """What the rows of a norm, or of a bias's gradient, take at least; 0 of other calls."""
-        rows = count_rows(moved.kind, moved.reads, moved.writes)
-        if not 0 < rows <= MOST_ROWS or (moved.kind == "reduce" and moved.direction == "forward"):
+        kind = moved.kind.removesuffix(FLOAT)
+        if kind != moved.kind:  # as many rows as of 16 bits in half the bytes
+            moved = moved._replace(kind=kind, reads=moved.reads / 2, writes=moved.writes / 2)
+        rows = count_rows(kind, moved.reads, moved.writes)
+        if not 0 < rows <= MOST_ROWS or (kind == "reduce" and moved.direction == "forward"):
             return 0.0
-        start, per_row, per_byte = load_defaults().work.row_s[moved.kind]
+        known = load_defaults().work
+        start, per_row, per_byte = known.row_s[kind]
+        if kind == "reduce" and 96 < (width := moved.writes / 2) < 512 and width % 128:
+            per_row *= known.odd_sum  # its rows start between two lines of memory
         return start + rows * per_row + (moved.reads + moved.writes) * per_byte / self.memory

@@ -16,6 +16,7 @@ def weigh_zeros(share: float, slower: float) -> float:
 STREAMED = frozenset(("pointwise", "copy", "cast_down", "fill", "softmax", "softmax_backward", "reduce"))
 
 
+FLOAT = "_float"  # behind the kind of a call on float32, where that takes less than its bytes say
 _LARGE_SUM = 1e6  # bytes; what a smaller sum takes hardly depends on its shape
 _NARROW = 1024  # bytes that are left of a sum over all tokens: the gradient of a norm over heads
 _SMALL_SORT = 2048  # bytes

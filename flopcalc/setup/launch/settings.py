@@ -135,7 +135,7 @@ class LaunchSettings:
             "virtual",
             "zero",
             "attention_kernel",
-            "clip_gradients",
+            "hf_trainer",
         )
         found = {word: said[word] for word in plain if word in said}
         if "global_batch" in said:
@@ -341,7 +341,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "kernel.eager": lambda _: "eager",
     "kernel.flash": lambda _: "flash",
     "objective.kl": _read_nonzero,
-    "clip_gradients": _read_nonzero,
+    "hf_trainer": lambda _: True,  # it clips and reads the norm whatever the limit
     "optimizer": _read_optimizer,
     "optimizer.master": _read_optimizer,
     "optimizer.offload": lambda value: value in (True, "cpu", "nvme"),
