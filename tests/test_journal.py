@@ -144,7 +144,7 @@ def test_a_run_goes_on_after_a_change_that_concerns_few(suite: pytest.Pytester) 
         (["tests/helpers/journal.py"], (False, False, False)),
         (["tests/helpers/browser.py"], (False, False, False)),  # tests of the page alone import it
         (["tests/helpers/formats.py"], (True, True, True)),  # conftest.py imports it
-        (["benchmarks/versions.py"], (False, False, False)),
+        (["benchmarks/versions.py", "lab/README.md"], (False, False, False)),
         (["flopcalc/core/model/ops.py"], (True, True, True)),
         (["constraints.txt", "docs/a.md"], (True, True, True)),
         (["unheard.of"], (True, True, True)),

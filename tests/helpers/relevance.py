@@ -294,13 +294,17 @@ def find_unconcerned(node_ids: Iterable[str], changed: Iterable[str]) -> set[str
     Only files whose reach is known free cases: those of types, of tests and what helps them, of the lab, of the
     benchmarks, and texts that no test runs.
     """
-    files = [(path, find_rule(path)) for path in changed if path not in CHOOSERS and not path.startswith(TEXTS)]
+    files = [
+        (path, find_rule(path))
+        for path in changed
+        if path not in CHOOSERS and not path.startswith(TEXTS) and not path.endswith(".md")
+    ]
     places: set[str] = set()
     for path, what in files:
-        if path.startswith("tests/helpers/"):
+        if path.startswith(("tests/helpers/", "benchmarks/")) and path.endswith(".py"):
             places |= find_users(PurePosixPath(path).stem)
-        elif isinstance(what, tuple) and path.startswith(("lab/", "benchmarks/")):
-            places |= set(what)
+        elif path.startswith("lab/"):
+            places.add("tests/lab")
         elif what == ITSELF:
             places.add(path)
         elif what != TYPES:
@@ -313,12 +317,12 @@ def find_unconcerned(node_ids: Iterable[str], changed: Iterable[str]) -> set[str
     }
 
 
-def find_users(helper: str) -> set[str]:
-    """Test files that import a helper, also through another one; all tests if the root's conftest does."""
-    imports = re.compile(rf"^\s*(?:from|import) {helper}\b", re.MULTILINE)
+def find_users(script: str) -> set[str]:
+    """Test files that import or name a script, also through a helper; all tests if the root's conftest does."""
+    imports = re.compile(rf"^\s*(?:from|import) {script}\b|[\"'/]{script}(?:\.py)?[\"']", re.MULTILINE)
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("*.py"):
-        if imports.search(path.read_text(encoding="utf-8")):
+        if path.stem != script and imports.search(path.read_text(encoding="utf-8")):
             if path.parent.name == "helpers":
                 found |= find_users(path.stem)
             else:
