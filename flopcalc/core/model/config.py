@@ -404,7 +404,12 @@ def _load_by_name(name: str) -> Source | None:
         return None
     source = load_preset(found.path)
     hub_id = name if "/" in name else source.hub_id
-    return source.replace(hub_id=hub_id, note=f"{name} is counted as preset {source.name} ({found.shared})")
+    note = f"{name} is counted as preset {source.name} ({found.shared})"
+    if (quantized := found.quantized) is not None:
+        note += f", {quantized['says']}"
+        config = {**source.config, "quantization_config": quantized.get("config")}
+        source = source.replace(config=config, weights=quantized.get("weights", ""))
+    return source.replace(hub_id=hub_id, note=note)
 
 
 def _find_cached(hub_id: str, filename: str) -> str | None:

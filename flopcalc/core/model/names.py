@@ -1,4 +1,7 @@
-"""A hub id, or a name that is no file, finds the preset with its sizes; an unknown word in it finds none."""
+"""A hub id, or a name that is no file, finds the preset with its sizes; an unknown word in it finds none.
+
+The last words of a quantized release (-AWQ, -Q4_K_M.gguf) say how its weights are stored.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_data_dir, get_stem, list_data_files, load_toml
 from flopcalc.base.errors import SpecError
@@ -20,6 +23,7 @@ class NamedPreset(NamedTuple):
 
     path: str
     shared: str  # what it has in common with the model of that name
+    quantized: dict[str, Any] | None = None  # of a quantized release: what it `says`, and its `config` or `weights`
 
 
 def find_preset(name: str) -> NamedPreset | None:
@@ -44,14 +48,21 @@ class _Names:
         exact = self.ids.get(name.lower())
         if exact is not None:
             return NamedPreset(self.files[exact], "same config")
+        whole = self._reduce(name, ())
         preset = self.reduced.get(self._reduce(name, self.rules["words"]))
-        if preset is None or self._reduce(name, ()) in self.rules["different"]:
+        if preset is not None and whole not in self.rules["different"]:
+            return NamedPreset(self.files[preset], "same layer sizes")
+        ends = [each for each in self.rules["quantized"] if whole.endswith((f"-{each}", f".{each}"))]
+        if preset is not None or not ends:
             return None
-        return NamedPreset(self.files[preset], "same layer sizes")
+        ending = max(ends, key=len)
+        base = self.find(whole[: -len(ending) - 1])
+        return None if base is None else base._replace(quantized=self.rules["quantized"][ending])
 
     def _reduce(self, name: str, words: Collection[str]) -> str:
         """'meta-llama/Meta-Llama-3-8B-Instruct' -> 'llama-3-8b'; a name without a figure (modernbert-base) stays."""
-        whole = re.sub(r"(?<=\d)_(?=\d)", ".", name.rpartition("/")[2].lower()).replace("_", "-")
+        whole = re.sub(r"(?<=\d)_(?=\d)", ".", name.rpartition("/")[2].lower().removesuffix(".gguf"))
+        whole = re.sub("[_:]", "-", whole)
         for prefix in self.rules["prefixes"]:
             whole = whole.removeprefix(prefix)
         first, *others = whole.split("-")
