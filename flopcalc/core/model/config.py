@@ -220,7 +220,7 @@ def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = F
         source = _load_by_name(text)
         if source is not None:
             return source
-        near = _describe_near(text)
+        near = " `flopcalc compare A B` takes several models." if "," in text else _describe_near(text)
         raise ConfigError(f"no preset, file or folder {text[:100]!r}.{near} `flopcalc models` lists the presets")
     raise ConfigError(f"{text[:200]!r}: no such file or folder, and no preset of that name")
 

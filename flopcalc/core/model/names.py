@@ -57,12 +57,12 @@ class _Names:
             return None
         ending = max(ends, key=len)
         base = self.find(whole[: -len(ending) - 1])
-        return None if base is None else base._replace(quantized=self.rules["quantized"][ending])
+        return base and base._replace(quantized=self.rules["quantized"][ending])
 
     def _reduce(self, name: str, words: Collection[str]) -> str:
         """'meta-llama/Meta-Llama-3-8B-Instruct' -> 'llama-3-8b'; a name without a figure (modernbert-base) stays."""
-        whole = re.sub(r"(?<=\d)_(?=\d)", ".", name.rpartition("/")[2].lower().removesuffix(".gguf"))
-        whole = re.sub("[_:]", "-", whole)
+        bare = name.rpartition("/")[2].lower().removesuffix(".gguf").replace(":", "-")
+        whole = re.sub(r"(?<=\d)_(?=\d)", ".", bare).replace("_", "-")
         for prefix in self.rules["prefixes"]:
             whole = whole.removeprefix(prefix)
         first, *others = whole.split("-")
