@@ -127,10 +127,10 @@ class Unit(NamedTuple):
 
 _BINARY = Unit({"k": 1 << 10, "m": 1 << 20}, "4096 or 4k")
 _DECIMAL = Unit({"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}, "2000000000 or 2T, 300B, 50M")
-_TIME = Unit({"us": "1/1000000", "µs": "1/1000000", "ms": "1/1000", "s": 1, "min": 60, "h": 3600}, "0.5 or 500ms", " s")
+_TIME = Unit({"us": "1/1000000", "µs": "1/1000000", "ms": "1/1000", "s": 1, "min": 60, "h": 3600}, "0.5 or 500ms")
 _SHARE = Unit({"%": "1/100"}, "40% or 0.4")
 _PRICE = Unit({"$": 1, "usd": 1, **_DECIMAL.suffixes}, "2.5 or 2.50$", " USD")
-_CARBON = Unit({"g/kwh": 1, "kg/kwh": 1000}, "400g/kWh or 0.4kg/kWh", " g/kWh")
+_CARBON = Unit({"g/kwh": 1, "kg/kwh": 1000}, "400g/kWh or 0.4kg/kWh")
 _PLAIN = Unit({}, "")
 # Every field whose value may have a suffix; all others take plain numbers.
 UNITS = {
@@ -177,7 +177,8 @@ def parse_size(text: str, what: str, minimum: int = 1) -> int:
         return check_size(int(text), _name(what), minimum)
     found = _split(digits, what) if text[:1] != "-" and "e" not in digits.lower() else None
     if found is None or not found[1] or found[0].denominator != 1:
-        raise WorkloadError(f"{_name(what)}: {format_value(text)} is not a whole number{_write_like(what)}")
+        why = "is a list; one number is needed here" if "," in text else f"is not a whole number{_write_like(what)}"
+        raise WorkloadError(f"{_name(what)}: {format_value(text)} {why}")
     return check_size(int(found[0]), _name(what), minimum)
 
 
@@ -241,14 +242,14 @@ def format_tokens(value: int) -> str:
 
 
 def describe_suffixes(given: Mapping[str, str]) -> list[str]:
-    """What values with a suffix stand for, in full: '--seq 4k = 4,096'; `given` is field -> what was written."""
+    """What values in thousands or more stand for: '--seq 4k = 4,096'; `given` is field -> what was written."""
     notes = []
     for field, text in given.items():
         if field not in UNITS or text.isdigit():
             continue
         pieces = [_split(piece.strip(), field) for piece in text.split(",")]
-        if any(piece is not None and piece[1] for piece in pieces):
-            shown = " and ".join(_format_full(piece[0]) for piece in pieces if piece is not None)
+        if any(piece is not None and piece[1] in _DECIMAL.suffixes for piece in pieces):
+            shown = " and ".join(f"{float(piece[0]):,.15g}" for piece in pieces if piece is not None)
             notes.append(f"{spell(field, text)} = {shown}{UNITS[field].name}")
     return notes
 
@@ -266,10 +267,6 @@ def _split(text: str, field: str) -> tuple[Fraction, str] | None:
     from fractions import Fraction  # plain sizes need none
 
     return Fraction(match[1]) * Fraction(suffixes.get(match[2], 1)), match[2]
-
-
-def _format_full(value: Fraction) -> str:
-    return f"{int(value):,}" if value.denominator == 1 else f"{float(value):,g}"
 
 
 def check_size(value: object, what: str, minimum: int = 1) -> int:

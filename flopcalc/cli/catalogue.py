@@ -14,7 +14,6 @@ from flopcalc.report import catalogue as report
 
 if TYPE_CHECKING:
     from flopcalc.core.model.names import LaunchIds
-    from flopcalc.core.spec.registries import Item
     from flopcalc.hardware.devices import Device
 
 
@@ -70,7 +69,13 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
         registries = [
             registry._replace(items=items)
             for registry in registries
-            if (items := tuple(item for item in registry.items if _is_named(item, name.lower())))
+            if (
+                items := tuple(
+                    item
+                    for item in registry.items
+                    if any(name.lower() in each.lower() for each in (item.name, *item.architectures, *item.ids))
+                )
+            )
         ]
         kept = [
             mapping._replace(entries=tuple(entry for entry in mapping.entries if name.lower() in entry.model_type))
@@ -102,10 +107,6 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
 
 def _keep_named(found: LaunchIds, text: str) -> LaunchIds:
     return found._replace(presets={name: each for name, each in found.presets.items() if text in name.lower()})
-
-
-def _is_named(item: Item, text: str) -> bool:
-    return any(text in each.lower() for each in (item.name, *item.architectures, *item.ids))
 
 
 @click.command(cls=Command)

@@ -11,7 +11,7 @@ from flopcalc.api import count
 from flopcalc.base.errors import WorkloadError, format_nearest
 from flopcalc.cli.command import Command
 from flopcalc.cli.estimate import EXACT
-from flopcalc.cli.options import complete_model, takes_setup
+from flopcalc.cli.options import LISTED, complete_model, takes_setup
 from flopcalc.cli.pages import FORMATS, format_options, write_page
 from flopcalc.cli.streams import show_json
 from flopcalc.report.comparison import Column, format_comparison
@@ -38,6 +38,10 @@ def compare(models: tuple[str, ...], style: str, output: str | None, given: dict
 
       flopcalc compare gpt2@step_time=30ms gpt2-xl@step_time=350ms --seq 1024 --device h200
     """
+    for name in (*LISTED, "recompute"):
+        if "," in given.get(name, ""):
+            each = " ".join(f"{models[0]}@{name}={value.strip()}" for value in given[name].split(","))
+            raise WorkloadError(f"compare takes one --{name} for all columns; for several write {each}")
     columns = [_count(text, given) for text in models]
     if style == "json":
         show_json([column.to_dict() for column in columns])

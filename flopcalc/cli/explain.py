@@ -30,7 +30,8 @@ def explain(model: str, pattern: str | None, as_json: bool, given: dict[str, Any
     asked = count(make_setup("explain", model, given))
     if pattern is None:
         paths = list_operations(asked.estimate)
-        show_json({"operations": paths}) if as_json else click.echo("\n".join(paths))
+        hint = f"\n{len(paths)} operations; --op '*{paths[-1].rpartition('.')[2]}' shows the formula of one"
+        show_json({"operations": paths}) if as_json else click.echo("\n".join(paths) + hint)
         return
     shown = explain_rows(asked.estimate, pattern)
     if as_json:

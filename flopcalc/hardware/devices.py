@@ -115,6 +115,7 @@ def find_device(name: str) -> Device:
         raise DeviceError(f"device {format_value(name)} has no peak here: {why}; {remedy}")
     near = _suggest(name)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
+    hint = " One device is needed here." if "," in name else hint
     raise DeviceError(f"device {format_value(name)} unknown.{hint} `flopcalc devices` lists them; or {remedy}")
 
 
@@ -214,9 +215,10 @@ def find_format_peak(device: str, kind: str) -> tuple[float, str]:
 
 
 def _describe_missing(found: Device, kind: str) -> DeviceError:
+    near = next((name for name in ("bf16", "fp16") if name in found.peak_tflops), next(iter(found.peak_tflops)))
     return DeviceError(
-        f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; "
-        f"{spell('peak', 'FLOPS_PER_S')} gives one by hand"
+        f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; {spell('compute', near)} "
+        f"counts in {near}, {spell('peak', 'FLOPS_PER_S')} gives a peak by hand"
     )
 
 

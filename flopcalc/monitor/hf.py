@@ -31,8 +31,8 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
             "tensorboard_dir": os.environ.get("TENSORBOARD_LOGGING_DIR"),  # where the Trainer's own values go
             **_find_shares(args),
         }
-        cast = _name_autocast(args) if hasattr(called, "_orig_mod") else None
-        self._open([called, *others], args.output_dir or ".", found, cast)
+        cast = "bf16" if args.bf16 else "fp16" if args.fp16 else "none"
+        self._open([called, *others], args.output_dir or ".", found, cast if hasattr(called, "_orig_mod") else None)
         if getattr(args, "use_vllm", False) and self.monitor is not None:
             self.monitor.expect_pass("rollout")
         self._has_threads = args.n_gpu > 1
@@ -148,10 +148,6 @@ def _find_sinks(args: TrainingArguments) -> tuple[str, ...] | None:
     if "wandb" in wanted and getattr(sys.modules.get("wandb"), "run", None) is not None:
         found.append("wandb")
     return ("jsonl", *found) if found else None
-
-
-def _name_autocast(args: TrainingArguments) -> str:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "none"
 
 
 def _find_shares(args: TrainingArguments) -> dict[str, int]:

@@ -186,7 +186,11 @@ def register_hooks(monitor: HookedMonitor, model: WatchedModel, looks_inside: bo
     inner = unwrap(live)
     handles = _register(live, monitor, model, is_inner=False)
     # generate() calls the inner model, past PEFT, DDP and their like; a compiled one would compile the hooks.
-    if inner is not live and callable(getattr(inner, "generate", None)) and not _is_compiled(live):
+    if (
+        inner is not live
+        and callable(getattr(inner, "generate", None))
+        and not any(hasattr(each, "_orig_mod") for each in live.modules())
+    ):
         handles += _register(inner, monitor, model, is_inner=True)
     layer = _find_layer(strip(live)) if looks_inside else None
     if layer is not None:
@@ -201,10 +205,6 @@ def _register(module: Any, monitor: HookedMonitor, model: WatchedModel, is_inner
         module.register_forward_pre_hook(BeforeForward(monitor, model, is_inner), with_kwargs=True),
         module.register_forward_hook(AfterForward(monitor, model, is_inner), with_kwargs=True),
     ]
-
-
-def _is_compiled(module: Any) -> bool:
-    return any(hasattr(each, "_orig_mod") for each in module.modules())
 
 
 def _find_layer(model: Any) -> Any:

@@ -62,7 +62,8 @@ class Counters:
         try:
             with self._on_device():
                 if self._counter is None:
-                    names = [cupti.TENSOR_COUNTERS[dtype] for dtype in _counted_with(self._choose_dtype())]
+                    dtype = self._choose_dtype()  # fp8 training keeps some products in bf16; both fit one pass
+                    names = [cupti.TENSOR_COUNTERS[each] for each in (("fp8", "bf16") if dtype == "fp8" else (dtype,))]
                     self._counter = cupti.HardwareCounter(names, stays_enabled=True)
                 held = self._counter.measure()
                 self._sample = held.__enter__()
@@ -324,11 +325,6 @@ def list_tensor_dtypes(model: object, wanted: str | None = None) -> list[str]:
         cast = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype("cuda"))
     likely = [cast, own] if cast or own else ["bf16", *tf32, "fp16"]
     return list(dict.fromkeys(dtype for dtype in likely if dtype))
-
-
-def _counted_with(dtype: str) -> tuple[str, ...]:
-    """fp8 training keeps some products in bf16; both fit one pass."""
-    return ("fp8", "bf16") if dtype == "fp8" else (dtype,)
 
 
 def is_profiled() -> bool:

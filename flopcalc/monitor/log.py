@@ -69,7 +69,8 @@ def load_log(path: str | os.PathLike[str]) -> Log:
                     f"{name}: line {number}: schema {format_value(record.get('schema'))} is not known, this flopcalc "
                     f"reads {SCHEMA}: use the version that wrote it ({format_value(record.get('version'))})"
                 )
-            runs.append(LoggedRun(record, [], [], None))
+            early = runs.pop().events if runs and not (runs[-1].start or runs[-1].steps or runs[-1].end) else []
+            runs.append(LoggedRun(record, [], early, None))
             continue
         if kind not in ("step", "event", "end"):
             unreadable += 1
@@ -215,11 +216,13 @@ def plot(log: Log, path: str | os.PathLike[str]) -> None:
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
                     label = "_" + label.lstrip("_")  # one entry in the legend for all runs
-        for axes, unit in ((shares, "%"), (times, "s"), (losses, "loss")):
+        for axes, unit in ((shares, "MFU, HFU (%)"), (times, "step time (s)"), (losses, "loss")):
             axes.set_ylabel(unit)
             axes.grid(alpha=0.3)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend()
+            else:
+                axes.text(0.5, 0.5, "not known", transform=axes.transAxes, ha="center", va="center", color="grey")
         losses.set_xlabel("step")
         start = log.runs[-1].start
         shares.set_title(", ".join(str(start[key]) for key in ("model", "device", "dtype", "mode") if start.get(key)))

@@ -31,7 +31,7 @@ class WatchedModel:
         self.source: FactorSource | None = None
         self.shared = 1  # ranks that work on one batch together
         self.take: Callable[[Mapping[str, Any], Fetcher | None, Any], Snapshot | None] = _take_sizes
-        self.classify: Callable[[Mapping[str, Any]], Hashable] = _classify_alike
+        self.classify: Callable[[Mapping[str, Any]], Hashable] = lambda _: ()
         self.seen: Seen | None = None  # what its products are computed in; None: not known yet
         self.open_calls = 0  # of the wrapper around it
         self.is_frozen = False  # nothing of it trains
@@ -274,11 +274,6 @@ def _is_off(state: Hashable) -> bool:
 def _take_sizes(batch: Mapping[str, object], _fetcher: Fetcher | None, _holder: object) -> Snapshot:
     """Of a model without a formula."""
     return Snapshot(tuple((name, each.shape) for name, each in batch.items() if hasattr(each, "shape")), {})
-
-
-def _classify_alike(_batch: Mapping[str, object]) -> Hashable:
-    """Of a model without a formula."""
-    return ()
 
 
 def _name_arguments(model: object) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import LayoutRecompute
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Chain, Linear, Op, Stage, iterate
+from flopcalc.core.model.ops import Attend, Chain, Linear, Op, iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.layout import Layout, Outline, split_layers
 from flopcalc.prediction.memory.peak import Shards, Tensors
@@ -45,12 +45,18 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
         kinds=kinds,
         routed=tuple(sorted(routed)),
         groups=max((op.groups for op in ops if isinstance(op, Linear)), default=(1, 1)),
-        losses=max(1, sum(_has_head(stage) for stage in estimator.stages)),
+        losses=max(
+            1,
+            sum(
+                any(
+                    op.part == "lm_head" and op.kind == "linear"
+                    for chain in count_chains(stage)
+                    for op in iterate(chain)
+                )
+                for stage in estimator.stages
+            ),
+        ),
     )
-
-
-def _has_head(stage: Stage) -> bool:
-    return any(op.part == "lm_head" and op.kind == "linear" for chain in count_chains(stage) for op in iterate(chain))
 
 
 def _count_exits(chain: Chain) -> float:

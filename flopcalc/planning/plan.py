@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,7 @@ def plan_setup(setup: Setup) -> Plan:
     if is_chosen:
         size = format_parameters(global_batch * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed: {why}")
+    notes += _describe_indivisible(gpus, global_batch) if setup.get("pp") is None else []
     given = {name: setup.get(name) for name in DEGREES}
     given["recompute"] = _read_recompute(setup)
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
@@ -130,6 +132,19 @@ def plan_setup(setup: Setup) -> Plan:
     return found._replace(
         notes=(*found.notes, *_advise_batch(found.best, global_batch, sample.tokens, fixed, find_best))
     )
+
+
+def _describe_indivisible(gpus: int, batch: int) -> list[str]:
+    """A note if a factor of the GPUs does not divide the batch: then no layout has that many replicas."""
+    lone = gpus // math.gcd(gpus, batch**30)  # without the primes that they share
+    unit = gpus if gpus <= batch else lone
+    near = " or ".join(
+        spell("global_batch", many) for many in (batch // unit * unit, (batch // unit + 1) * unit) if many
+    )
+    return [
+        f"{lone} does not divide {batch} sequences, so no layout has {lone} data-parallel replicas, and the pipeline "
+        f"takes that factor of {gpus} GPUs; {near} lets replicas take it"
+    ] if lone > 1 else []  # fmt: skip
 
 
 def _search_batch(

@@ -20,7 +20,8 @@ def make_table(estimate: Estimate, by: By, depth: int | None) -> Table:
     for row in rows:
         if by == "module":
             path, _, count, forward, backward, *more, parameters = row
-            head: list[object] = [_shorten(path, 32 - 12 * sum(has)), count]
+            limit = 32 - 12 * sum(has)  # the front of a path gives way, the last names stay
+            head: list[object] = [path if len(path) <= limit else "…" + path[1 - limit :], count]
             tail = [format_parameters(parameters) if parameters else "-"]
         else:
             (name, forward, backward, *more), tail = row, []
@@ -110,8 +111,3 @@ def _describe_sampling(sampling: Sampling, rows: int) -> list[str]:
 
 def _cell(value: int) -> str:
     return format_flops(value).removesuffix("FLOPs").strip() if value else "-"
-
-
-def _shorten(path: str, limit: int) -> str:
-    """A path of at most `limit` characters: the front gives way, the last names stay."""
-    return path if len(path) <= limit else "…" + path[1 - limit :]

@@ -104,8 +104,13 @@ def format_estimate(
     facts += _describe_cache(estimate)
     visual = sum(estimator.count_visual_tokens(other) * times for estimator, other, times in estimate.trained.terms)
     if visual:
-        images = sum(len(other.all_grids) * times for _, other, times in estimate.trained.terms)
-        facts.append(("visual tokens", f"{visual:,} from {images} image{'s' if images > 1 else ''} or video"))
+        loads = [(other, times) for _, other, times in estimate.trained.terms]
+        many = {
+            "image": sum(len(load.grids) * times for load, times in loads),
+            "video": sum((len(load.all_grids) - len(load.grids)) * times for load, times in loads),
+        }
+        said = " and ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in many.items() if count)
+        facts.append(("visual tokens", f"{visual:,} from {said}"))
     for label, share in shares:
         if share.value is not None:
             peak = share.peak_flops_per_s or 0.0

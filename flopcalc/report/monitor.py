@@ -97,7 +97,7 @@ def _format_value(name: str, value: float) -> str:
         return _format_time(value)
     if name == "loss":
         return f"{value:.4f}"
-    return f"{value:,.1f}"
+    return f"{value:,.1f}" if value >= 1 else f"{value:.3g}"
 
 
 def _format_share(value: float) -> str:

@@ -73,12 +73,14 @@ def list_cells(plan: Plan) -> list[list[str]]:
 def make_cells(plan: Plan) -> dict[str, str | None]:
     """A row of a table of plans."""
     best = plan.best[0]
+    low, high = (format_duration(best.days * each / best.step.seconds) for each in (best.step.low, best.step.high))
+    low = low.removesuffix(high.lstrip("0123456789.,"))  # a unit is said once
     return {
         "best layout": str(best.layout),
         "step": format_seconds(best.step.seconds),
         "MFU": f"{100 * best.mfu:.1f} %",
         "time": format_duration(best.days),
-        "GPU-hours": format_amount(best.gpu_hours),
+        "from … to": f"{low} … {high}",
         "cost": None if best.usd is None else format_money(best.usd),
     }
 

@@ -93,7 +93,7 @@ def format_energy_lines(energy: Energy | None, span: str, label: int = 10) -> li
 
 def make_cells(prediction: Prediction, largest: int | None) -> dict[str, str | None]:
     """A row of a table of predictions."""
-    fit = "too much: " if prediction.fits is False else ""
+    fit = " ✗" if prediction.fits is False else ""
     most = prediction.floors.tokens_per_s if prediction.floors else None
     return {
         "step": format_seconds(prediction.step_time_s.mid),
@@ -101,7 +101,7 @@ def make_cells(prediction: Prediction, largest: int | None) -> dict[str, str | N
         "MFU": _percent(prediction.mfu),
         f"{prediction.rate[1]}/s": format_rate(prediction.rate[0]),
         "at most": format_rate(most) if most is not None else None,
-        "memory": None if prediction.memory is None else f"{fit}{format_bytes(prediction.memory.peak)}",
+        "memory": None if prediction.memory is None else f"{format_bytes(prediction.memory.peak)}{fit}",
         "max batch": None if largest is None else str(largest),
     }
 

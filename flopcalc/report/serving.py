@@ -48,12 +48,15 @@ def list_cells(found: ServingAnswer) -> list[list[str]]:
 def list_rates(found: ServingAnswer) -> list[str]:
     """Tokens per second, watts, energy and money."""
     times = {name: found.times[key] for key, name in _RATES.items() if key in found.times}
-    lines = [f"{name}: {_show(at.mid)} ({_show(at.low)} … {_show(at.high or 0)})" for name, at in times.items()]
+    lines = [
+        f"{name}: {_show(at.mid)}" + (f" ({_show(at.low)} … {_show(at.high or 0)})" if at.low != at.high else "")
+        for name, at in times.items()
+    ]
     if found.wh is not None:
         lines.append(f"energy: {format_energy(found.wh['per_million_output_tokens'])} per million output tokens")
     if found.usd is not None:
         lines.append(
-            f"cost: ${found.usd['per_million_output_tokens']:,.3g} per million output tokens, "
+            f"cost: ${_show_usd(found.usd['per_million_output_tokens'])} per million output tokens, "
             f"${found.usd['per_hour']:,.2f} an hour ({found.price})"
         )
     return lines
@@ -75,7 +78,7 @@ def make_cells(found: ServingAnswer) -> dict[str, str]:
     cells = [format_seconds(found.times[key].mid) if key in found.times else "-" for key in _LATENCIES]
     for key in ("tokens_per_s", "tokens_per_s_per_gpu"):
         cells.append(_show(found.times[key].mid) if key in found.times else "-")
-    cells.append("-" if found.usd is None else f"{found.usd['per_million_output_tokens']:,.3g}")
+    cells.append("-" if found.usd is None else _show_usd(found.usd["per_million_output_tokens"]))
     return dict(zip(("TTFT", "TPOT", "end to end", "tokens/s", "per GPU", "$ per 1M output"), cells, strict=True))
 
 
@@ -102,9 +105,14 @@ def _describe_objectives(found: ServingAnswer) -> list[str]:
                          f"holds up to {_show(each['most_load'])} {unit}")  # fmt: skip
     needed, users = found.objectives["gpus_needed"], found.objectives.get("most_users")
     most = f" ({users:,} users for each {found.gpus})" if users is not None else ""
-    lines.append(f"goodput: {found.objectives['goodput_tokens_per_s']:,.0f} tokens/s; GPUs for this load: "
+    means = " (by each request's own mean between tokens)" if "itl_s" in found.objectives else ""
+    lines.append(f"goodput: {found.objectives['goodput_tokens_per_s']:,.0f} tokens/s{means}; GPUs for this load: "
                  f"{needed or 'no number of copies meets the objectives'}{most}")  # fmt: skip
     return [line for text in lines for line in wrap(text, rest="  ")]
+
+
+def _show_usd(value: float) -> str:
+    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def _show(value: float) -> str:

@@ -134,6 +134,10 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     asked = flags.get("kv_cache", engine.cache_of.get(weights, "auto"))
     if formats.kv_cache is None and asked != "auto":
         formats = formats.replace(kv_cache="fp8" if asked.startswith("fp8") else asked)
+    if {"vision", "audio"} & {stage.group for stage in estimator.stages}:
+        notes.append(
+            f"images and sound are not timed: {spell('input_len')} holds their tokens, and no tower's time is in it"
+        )
     model = read_model(estimator if formats == setup.formats else bind_setup(setup.replace(formats=formats), "model"))
     traffic = read_traffic(setup, model, source)
     prompts, _, _ = make_requests(traffic._replace(concurrency=1), Deployment())

@@ -44,10 +44,6 @@ def _read_text(value: object, name: str, field: Field) -> str:
     raise FlopcalcError(f"{spell(name)} must be a word, not {format_value(value)}")
 
 
-def _read_path(value: Any, name: str, field: Field) -> Any:
-    return value if field.repeats else read_path(value, spell(name), WorkloadError)
-
-
 def _read_word(value: object, name: str, field: Field) -> str:
     error = RecipeError if field.group in ("training", "hardware") else WorkloadError
     try:
@@ -55,10 +51,6 @@ def _read_word(value: object, name: str, field: Field) -> str:
     except error as refused:
         more = "; translate shows the conventions that people quote" if name == "convention" else ""
         raise error(f"{refused}{more}") from None
-
-
-def _read_flag(value: object, name: str) -> Any:
-    return value if name == "autocast" and isinstance(value, str) else check_flag(value, spell(name))
 
 
 def _read_peak(value: Any, name: str) -> Any:
@@ -122,9 +114,16 @@ def _read_objective(value: Any, _: str) -> Any:
 
 
 # Readers that need the field's row, and those that need its name; other kinds are read by the code that uses them.
-_BY_ROW: dict[str, Callable[[Any, str, Field], Any]] = {"text": _read_text, "path": _read_path, "word": _read_word}
+_BY_ROW: dict[str, Callable[[Any, str, Field], Any]] = {
+    "text": _read_text,
+    "path": lambda value, name, field: value if field.repeats else read_path(value, spell(name), WorkloadError),
+    "word": _read_word,
+}
 _READERS: dict[str, Callable[[Any, str], Any]] = {
-    "flag": _read_flag, "size": read_size, "count": lambda value, name: read_size(value, name, 0), "sizes": read_sizes,
+    "flag": lambda value, name: (
+        value if name == "autocast" and isinstance(value, str) else check_flag(value, spell(name))
+    ),
+    "size": read_size, "count": lambda value, name: read_size(value, name, 0), "sizes": read_sizes,
     "number": read_number, "tokens": lambda value, _: parse_tokens(value), "peak": _read_peak,
     "grids": lambda value, name: read_grids(value, spell(name)), "images": read_images, "videos": read_videos,
     "seconds": read_seconds, "mtp": _read_mtp, "logits": lambda value, _: check_logits(value),

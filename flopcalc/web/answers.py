@@ -69,7 +69,8 @@ def _answer(asked: Mapping[str, object], progress: Progress | None) -> Answer:
         return _answer_curve(page, str(asked.get("over", "")), str(asked.get("of", "")))
     known: dict[object, Callable[[Page], Answer]] = {
         "flops": _answer_flops, "export": _answer_export, "conventions": _answer_conventions,
-        "translate": _answer_translate, "time": _answer_time, "memory": _answer_memory, "longest": _answer_longest,
+        "translate": _answer_translate, "time": _answer_time, "memory": _answer_memory,
+        "longest": lambda page: {"what": "longest", "tokens": _find_largest(page, "seq")},
         "roofline": _answer_roofline, "serving": _answer_serving, "loads": _answer_loads,
     }  # fmt: skip
     if not isinstance(what, str) or what not in known:
@@ -268,11 +269,6 @@ def _answer_memory(page: Page) -> Answer:
         "json": format_json({"memory_bytes": shown, "by_recompute": kept}),
         "lines": write_lines(page, "memory"),
     }
-
-
-def _answer_longest(page: Page) -> Answer:
-    """The longest sequence whose step fits on the device; null where the length is not the form's to change."""
-    return {"what": "longest", "tokens": _find_largest(page, "seq")}
 
 
 def _find_device(page: Page) -> Device | None:

@@ -739,7 +739,8 @@ def test_compare(capsys: Capture) -> None:
 
 def test_explain_lists_the_operations(capsys: Capture) -> None:
     words = ("explain", "llama-3.1-8b", "--seq", "5")
-    listed = run(capsys, *words).split()
+    *listed, hint = run(capsys, *words).splitlines()
+    assert hint == f"{len(listed)} operations; --op '*lm_head' shows the formula of one"
     assert listed[0] == "model.layers.*.self_attn.q_proj"
     assert listed[-1] == "lm_head"
     assert json.loads(run(capsys, *words, "--json")) == {"operations": listed}

@@ -89,7 +89,7 @@ def test_notes_name_their_rows(capsys: Capture) -> None:
     text = run(capsys, "estimate", "llama-2-7b", "--seq", "4k,8k", "--batch", "1,2")
     assert "note  --seq 8192: length 8192 is beyond max_position_embeddings = 4096" in text
     text = run(capsys, "predict", "llama-3.1-8b", "--seq", "2048", "--batch", "1,4", "--device", "h100-sxm,h200")
-    assert "too much: 105.96 GiB" in text
+    assert "105.96 GiB ✗" in text
     assert "note  --device h100-sxm --batch 4: does not fit" in text
     assert "note  host time is" in text
 
@@ -151,8 +151,14 @@ def test_a_curve_has_a_title_and_hollow_points_that_do_not_fit(capsys: Capture, 
         ((*TINY, "--seq", "64", "--device", "h200,b2000"), "device 'b2000' unknown"),
         ((*PREDICT, "--seq", "64", "--device", "h200", "--plot", "x.svg"), "--plot draws a curve over a list"),
         ((*PLAN, "--device", "h200", "--gpus", "2,4", "--plot", "x.svg"), "--plot and --timeline are of one plan"),
-        (("explain", "gpt2", "--seq", "1,2", "--op", "*"), "--seq: '1,2' is not a whole number"),
-        (("compare", "gpt2", "--seq", "1,2"), "--seq: '1,2' is not a whole number"),
+        (("explain", "gpt2", "--seq", "1,2", "--op", "*"), "--seq: '1,2' is a list; one number is needed here"),
+        (
+            ("compare", "gpt2", "--seq", "1,2"),
+            "takes one --seq for all columns; for several write gpt2@seq=1 gpt2@seq=2",
+        ),
+        (("compare", "gpt2", "--recompute", "none,full"), "write gpt2@recompute=none gpt2@recompute=full"),
+        (("estimate", "gpt2,gpt2-xl", "--seq", "8"), "`flopcalc compare A B` takes several models"),
+        (("serving", "gpt2", "--device", "h100,h200", "--input-len", "8", "--output-len", "8"), "One device is needed"),
     ],
 )
 def test_refused(

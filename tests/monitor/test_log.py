@@ -47,6 +47,8 @@ def test_runs_of_one_file(tmp_path: Path) -> None:
         ([step(7), step(8)], [[7, 8]], 0),  # only the tail of a log
         ([START, "[1]\n", '{"a": 1}\n', "\0\0\0\n", step(1)], [[1]], 3),
         ([START], [[]], 0),
+        (['{"type":"event","message":"no GPU"}\n', START, step(1)], [[1]], 0),  # said before the model was known
+        ([START, step(1), '{"type":"event","message":"x"}\n', START, step(2)], [[1], [2]], 0),
     ],
 )
 def test_what_a_crash_leaves_behind_is_read(

@@ -524,3 +524,20 @@ def test_memory_is_what_a_published_run_allocated() -> None:
     found = plan(config, tokens=1, device="b200", gpus=8, seq_len=4096, global_batch=16, tp=2, pp=1, zero=1,
                  micro_batch=1, recompute="none", cp=1).best[0]  # fmt: skip
     assert found.memory.peak / (1 << 30) == pytest.approx(60.68, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "words"),
+    [
+        (7, 64, "7 does not divide 64 sequences, so no layout has 7 data-parallel replicas"),
+        (6, 256, "that factor of 6 GPUs; global_batch=252 or global_batch=258 lets replicas take it"),
+        (7, 5, "global_batch=7 lets replicas take it"),
+        (12, 64, "3 does not divide 64 sequences"),
+        (8, 64, None),
+        (8, 6, None),
+        (6, 48, None),
+    ],
+)
+def test_a_factor_that_the_batch_lacks_is_said(gpus: int, batch: int, words: str | None) -> None:
+    notes = [note for note in make_plan(gpus=gpus, global_batch=batch, tp=1).notes if "does not divide" in note]
+    assert [words in note for note in notes] == ([] if words is None else [True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flopcalc.cli import main
 from flopcalc.cli.serving import serving as command
 from flopcalc.core.estimate.inputs import Inputs
 from flopcalc.hardware.devices import find_device
+from flopcalc.report.serving import format_answer
 from flopcalc.server.audit import check_rows
 from flopcalc.server.engines import find_engine, read_flags
 from flopcalc.server.fitted import find_weights
@@ -655,3 +657,15 @@ def test_a_curve_shows_its_progress(loads: str, shown: list[str], monkeypatch: p
     line = "llama-3.2-1b --device h100 --input-len 128 --output-len 16 --concurrency"
     assert CliRunner().invoke(command, [*line.split(), loads]).exit_code == 0
     assert told == shown
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("llama-3.1-8b", False), ("qwen2.5-vl-7b", True)])
+def test_what_is_printed(name: str, is_said: bool) -> None:
+    """A rate that is kept has no interval; money has two digits of cents; models with towers say what is left out."""
+    found = flopcalc.serving(name, device="h100", tp=1, input_len=512, output_len=64, rate=2, itl="50ms")
+    lines = format_answer(found).splitlines()
+    rate = next(line for line in lines if line.startswith("tokens/s:"))
+    assert rate == f"tokens/s: {found.times['tokens_per_s'].mid:,.0f}"
+    assert any(re.match(r"cost: \$\d+\.\d\d per million", line) for line in lines)
+    assert any("by each request's own mean" in line for line in lines)
+    assert any("images and sound are not timed" in note for note in found.notes) == is_said

@@ -289,7 +289,7 @@ def test_command_prints_what_it_took_and_what_it_did_not_understand(tmp_path: Pa
     assert shown["workload"]["batch"] == 1
     table = " ".join(run("estimate", "--launch", path).stdout.split())
     assert "seq 4096 from sequence_len" in table
-    assert "not understood in the launch file: weird_key" in table
+    assert "not taken from the launch file: weird_key" in table
 
 
 @pytest.mark.parametrize(
@@ -573,3 +573,23 @@ def test_a_file_that_a_dropped_script_names_is_not_read(tmp_path: Path, monkeypa
     found = read_launch("trl sft --config sft.yaml --max_length 8", is_alone=True)
     assert "model" not in found.taken
     assert found.not_understood == ("sft.yaml: not read",)
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "q_proj+v_proj"),
+        ("meta-llama/Llama-3.1-8B", "q_proj+v_proj"),
+        ("openai-community/gpt2", "c_attn"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+    ],
+)
+def test_lora_without_targets_takes_those_of_peft(model: str, targets: str | None) -> None:
+    """TRL's own examples name none; PEFT has a default for some types of models."""
+    line = f"trl sft --model_name_or_path {model} --use_peft --lora_r 32 --max_length 64"
+    if targets is None:
+        with pytest.raises(ConfigError, match=r"PEFT has none by default for qwen2_5_vl: give lora=.r=16,"):
+            estimate_flops(launch=line)
+        assert estimate_flops(launch=line, lora="r=4,targets=all-linear").total > 0
+        return
+    assert estimate_flops(launch=line).total == estimate_flops(launch=line, lora=f"r=32,targets={targets}").total

@@ -420,7 +420,11 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
     cache: dict[object, tuple[tuple[Row, ...], bool, dict[str, bool]]] = {}
     for stage in stages:
         runs = _runs(stage.stream, mode)
-        streams = dict(stream) if any(_is_streamed(op) for chain in stage.kinds for op in iterate(chain)) else {}
+        streams = (
+            dict(stream)
+            if any(op.source or op.joined or op.to for chain in stage.kinds for op in iterate(chain))
+            else {}
+        )
         flow = stage.input_gradient or stream.get(stage.stream, False)
         flow = flow or any(stream.get(name, False) for name in stage.joins)
         outputs: list[bool] = []
@@ -458,11 +462,6 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
             for rows, layers in folded.items()
         ]
     return tuple(blocks)
-
-
-def _is_streamed(op: Op) -> bool:
-    """Whether an op reads other streams than its own chain, or writes into one."""
-    return bool(op.source or op.joined or op.to)
 
 
 # Products of an adapter; all others of an op are its own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from flopcalc.base.errors import format_value
+from flopcalc.base.errors import find_nearest, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_flops
 from flopcalc.base.vocabulary import Mask
@@ -64,6 +64,12 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
         notes.append(spec.reentrant)
     if side.phase == "decode":
         notes += _describe_absorbed(estimator, load)
+    if load.documents is not None and len(load.documents) > 1 and estimator.attention_kernel != "flash":
+        notes.append(
+            f"packed documents: SDPA masks them, so {estimator.attention_kernel} attention computes every pair of the "
+            f"row (see hardware), which MFU does not count; {spell('attention_kernel', 'flash')}, HF's "
+            "flash_attention_2, computes each document alone"
+        )
     if recipe.recompute != "none" and load.phase != "train":
         notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
     return [*notes, model.head.note] if model.head.note else notes
@@ -83,26 +89,29 @@ _OTHER_NAMES = {
 def _list_unread(model: BoundModel) -> list[str]:
     """Keys that a config written by hand has under a name that its type does not read, and that say something else."""
     config, spec = model.source.config, model.spec
-    names = {
+    read = {
         *spec.required,
         *spec.defaults,
         *spec.renamed,
         *(name for names in spec.renamed.values() for name in names),
+        *re.findall(r"\w+", str(spec.dims)),
     }
-    dims = " ".join(str(each) for each in spec.dims.values())
-
-    def is_read(name: str) -> bool:
-        return name in names or re.search(rf"\b{name}\b", dims) is not None
-
-    return [
+    typed = {
+        key: near[0]
+        for key, value in ({} if "architectures" in config else config).items()  # a person wrote it
+        if isinstance(value, int) and key not in read and not key.endswith("_token_id")
+        and (near := find_nearest(key, read - config.keys(), 1, 0.9))
+    }  # fmt: skip
+    return [f"{spec.name} does not read {key} = {config[key]}: did you mean {near}?" for key, near in typed.items()] + [
         f"{spec.name} does not read {other} = {config[other]}: "
         + (f"{name} = {config[name]} is counted" if name in config else f"did you mean {name}?")
         for name, others in _OTHER_NAMES.items()
         for other in others
         if isinstance(config.get(other), int)
+        and other not in typed
         and config.get(name) != config[other]
-        and is_read(name)
-        and not is_read(other)
+        and name in read
+        and other not in read
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -79,7 +79,9 @@ def load_quoted() -> QuotedFile:
     """The shipped conventions, checked."""
     path = os.path.join(find_data_dir(), _FILE)
     tables = load_toml(path)
-    names = {name: _list(value) for name, value in tables.pop("names", {}).items()}
+    names = {
+        name: [value] if isinstance(value, str) else list(value) for name, value in tables.pop("names", {}).items()
+    }
     conventions: dict[str, PublishedConvention] = {}
     for name, table in tables.items():
         if wrong := (_KEYS - set(table)) | (set(table) - _KEYS - _OPTIONAL):
@@ -230,10 +232,6 @@ def _list_configs(estimator: FormulaEstimator) -> Iterator[tuple[dict[str, Any],
         _, inner = find_key(estimator.source.config, key)
         if isinstance(inner, dict):
             yield inner, find_spec(str(inner.get("model_type", ""))) or estimator.spec
-
-
-def _list(value: str | Sequence[str]) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
 
 
 def _fold_parameters(rows: Iterable[CountedRow]) -> dict[str, int]:

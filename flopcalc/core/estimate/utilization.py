@@ -311,15 +311,25 @@ def describe_least_time(
     return [*notes, *room, *([ideal.note] if ideal.note else [])]
 
 
+def _count_idle(estimate: Estimate) -> int:
+    """Parameters of experts that the tokens of a replica leave out, where each token goes to other experts."""
+    estimator, load, _ = estimate.trained.terms[0]
+    rows = estimator.rows(load, "full") if estimator.origin == "spec" else ()
+    return sum(
+        max(0, row.parameters - (row.parameters - row.inactive) * load.tokens) * block.copies for block, row, _ in rows
+    )
+
+
 def _describe_weights(estimate: Estimate, device: Device, least_s: float) -> tuple[str, list[str]]:
     """How long reading the weights once takes, where that is longer, and that they do not fit, where they do not.
 
-    Each replica reads all weights; training may divide what it stores among all GPUs, as ZeRO-3 does.
+    Each replica reads all weights but those of experts that its tokens cannot reach; training may divide what it stores
+    among all GPUs, as ZeRO-3 does.
     """
     stored, counts = sum(each.total_bytes for each in estimate.weights), estimate.parameters
     group = estimate.gpus // estimate.replicas
     holders = estimate.gpus if estimate.trained.terms[0].load.phase == "train" else group
-    used = stored * counts.get("active", counts["total"]) // max(1, counts["total"])
+    used = stored * (counts["total"] - _count_idle(estimate)) // max(1, counts["total"])
     reads, room = "", []
     if device.bandwidth_gb_per_s is not None:
         seconds = used / (device.bandwidth_gb_per_s * 1e9 * group)

@@ -308,7 +308,7 @@ def make_formats(
     if weights is not None and not weights.is_quantized:
         weights = None  # it is the whole model's
     elif weights is not None:
-        source = f"weights as asked; the rest {source}"
+        source = source if source == "as asked" else f"weights as asked; the rest {source}"
     cache_format: str = "" if asked.kv_cache is None else parse_compute(asked.kv_cache, "kv_cache")
     if not cache_format and quantization is not None:
         cache_format = quantization.kv_cache

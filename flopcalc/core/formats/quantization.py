@@ -136,7 +136,9 @@ class Keys:
         value = self.config.get(key)
         if value is None:
             return default
-        is_number = kind is not bool and isinstance(value, bool) and bool not in _list(kind)
+        is_number = (
+            kind is not bool and isinstance(value, bool) and bool not in (kind if isinstance(kind, tuple) else (kind,))
+        )
         if not isinstance(value, kind) or is_number:
             self.fail(key, f"is {format_value(value)}, which is not read here")
         return value
@@ -201,10 +203,6 @@ class Keys:
             if key not in self.seen:
                 near = format_nearest(str(key), self.seen)
                 raise ConfigError(f"{self.where}: {self.name}.{key} is not known.{near} {say_by_hand()}")
-
-
-def _list(kind: type | tuple[type, ...]) -> tuple[type, ...]:
-    return kind if isinstance(kind, tuple) else (kind,)
 
 
 def has_quantization(config: Mapping[str, object]) -> bool:

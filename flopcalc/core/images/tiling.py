@@ -73,11 +73,6 @@ def _whole_and_resolutions(width: int, height: int, values: Values) -> Grid:
 RULES["whole_and_resolutions"] = _whole_and_resolutions
 
 
-def _square(_width: int, _height: int, values: Values) -> Grid:
-    """One tile, whatever the size."""
-    return (1, values["side"], values["side"])
-
-
 def _exact(_width: int, _height: int, values: Values) -> Grid:
     """One size, not always a square, whatever the image's."""
     patch = values["patch"]
@@ -143,7 +138,7 @@ def _whole_and_canvas(width: int, height: int, values: Values) -> Grid:
 
 
 RULES |= {
-    "square": _square,
+    "square": lambda _width, _height, values: (1, values["side"], values["side"]),  # one tile, whatever the size
     "exact": _exact,
     "canvas": _canvas,
     "covering_canvas": _covering_canvas,

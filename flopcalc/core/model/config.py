@@ -220,7 +220,7 @@ def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = F
         source = _load_by_name(text)
         if source is not None:
             return source
-        near = _describe_near(text)
+        near = " `flopcalc compare A B` takes several models." if "," in text else _describe_near(text)
         raise ConfigError(f"no preset, file or folder {text[:100]!r}.{near} `flopcalc models` lists the presets")
     raise ConfigError(f"{text[:200]!r}: no such file or folder, and no preset of that name")
 
@@ -405,7 +405,12 @@ def _load_by_name(name: str) -> Source | None:
     source = load_preset(found.path)
     hub_id = name if "/" in name else source.hub_id
     note = f"{name} is counted as preset {source.name} ({found.shared})"
-    return source.replace(hub_id=hub_id, note=note, stored=found.stored or source.stored)
+    if (quantized := found.quantized) is not None:
+        note += f", {quantized['says']}"
+        config = {**source.config, "quantization_config": quantized.get("config")}
+        weights = quantized.get("weights", "")
+        source = source.replace(config=config, weights=weights, stored=quantized.get("stored", weights))
+    return source.replace(hub_id=hub_id, note=note)
 
 
 def _find_cached(hub_id: str, filename: str) -> str | None:

@@ -59,13 +59,17 @@ def list_classes(source: Source) -> list[str]:
     if source.module is not None:
         classes = type(unwrap(source.module)).__mro__
         # Own classes may have any name, so what they extend says more.
-        return [each.__name__ for each in sorted(classes, key=lambda each: not _is_model(each))]
+        return [
+            each.__name__
+            for each in sorted(
+                classes,
+                key=lambda each: (
+                    not each.__module__.startswith("transformers.models.") or each.__name__.endswith("PreTrainedModel")
+                ),
+            )
+        ]
     named = source.config.get("architectures")
     return [str(named[0])] if isinstance(named, (list, tuple)) and named else []
-
-
-def _is_model(each: type) -> bool:
-    return each.__module__.startswith("transformers.models.") and not each.__name__.endswith("PreTrainedModel")
 
 
 def is_same_class(named: str, architecture: str) -> bool:
@@ -196,7 +200,11 @@ def expand_head(dims: BoundDims, head: Head) -> ModelWithHead:
         body = list(stages)
     settings["width"] = _find_width(own or stages)
     inner = BoundDims(dims.spec, dims.config, dims.where, settings, None, dims.extra, dims.budget)
-    side = "decoder" if any(_is_decoded(stage) for stage in own) else "encoder"
+    side = (
+        "decoder"
+        if any(isinstance(op.rows, InDecoder) for stage in own for chain in stage.layers[:1] for op in iterate(chain))
+        else "encoder"
+    )
     within, base = table.get("within"), ""
     if within is not None:  # the whole model is a module of another
         body = [rename_stage(stage, "", within) for stage in body]
@@ -289,10 +297,6 @@ def list_saved(stage: Stage) -> list[str]:
     """Paths of a head's linear layers that PEFT trains as well as adapters, as for task types SEQ_CLS and TOKEN_CLS."""
     ops = (op for chain in stage.layers[:1] for op in iterate(chain) if op.part == "head" and isinstance(op, Linear))
     return [join(stage.path, op.name) for op in ops if not op.adapts]
-
-
-def _is_decoded(stage: Stage) -> bool:
-    return any(isinstance(op.rows, InDecoder) for chain in stage.layers[:1] for op in iterate(chain))
 
 
 def _is_head(stage: Stage, prefix: str) -> bool:

@@ -1,4 +1,7 @@
-"""A hub id, or a name that is no file, finds the preset with its sizes; an unknown word in it finds none."""
+"""A hub id, or a name that is no file, finds the preset with its sizes; an unknown word in it finds none.
+
+The last words of a quantized release (-AWQ, -Q4_K_M.gguf) say how its weights are stored.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_data_dir, get_stem, list_data_files, load_toml
 from flopcalc.base.errors import SpecError
@@ -20,7 +23,7 @@ class NamedPreset(NamedTuple):
 
     path: str
     shared: str  # what it has in common with the model of that name
-    stored: str = ""  # how a quantized release stores its weights
+    quantized: dict[str, Any] | None = None  # of a quantized release: what it `says`, and its `config` or `weights`
 
 
 def find_preset(name: str) -> NamedPreset | None:
@@ -45,19 +48,21 @@ class _Names:
         exact = self.ids.get(name.lower())
         if exact is not None:
             return NamedPreset(self.files[exact], "same config")
-        words, kinds, stored = self.rules["words"], self.rules["stored"], ""
-        preset = self.reduced.get(self._reduce(name, words))
-        if preset is None:  # a quantized release
-            parts, maker = self._reduce(name, ()).split("-"), name.partition("/")[0].lower()
-            stored = next((kinds.get(f"{maker}/{word}", kinds[word]) for word in parts if word in kinds), "")
-            preset = self.reduced.get(self._reduce(name, [*words, *kinds, *self.rules["beside"]])) if stored else None
-        if preset is None or self._reduce(name, ()) in self.rules["different"]:
-            return None
-        return NamedPreset(self.files[preset], "same layer sizes", stored)
+        whole = self._reduce(name, ())
+        preset = self.reduced.get(self._reduce(name, self.rules["words"]))
+        if preset is not None:
+            is_other = whole in self.rules["different"]
+            return None if is_other else NamedPreset(self.files[preset], "same layer sizes")
+        kinds, maker = self.rules["quantized"], name.partition("/")[0].lower()
+        named = re.sub(rf"(-({'|'.join(self.rules['beside'])}))+$", "", whole)
+        ending = max((each for each in kinds if named.endswith((f"-{each}", f".{each}"))), key=len, default=None)
+        base = self.find(named[: -len(ending) - 1]) if ending else None
+        return base and base._replace(quantized=kinds.get(f"{maker}/{ending}", kinds[ending]))
 
     def _reduce(self, name: str, words: Collection[str]) -> str:
         """'meta-llama/Meta-Llama-3-8B-Instruct' -> 'llama-3-8b'; a name without a figure (modernbert-base) stays."""
-        whole = re.sub(r"(?<=\d)_(?=\d)", ".", name.rpartition("/")[2].lower()).replace("_", "-")
+        bare = name.rpartition("/")[2].lower().removesuffix(".gguf").replace(":", "-")
+        whole = re.sub(r"(?<=\d)_(?=\d)", ".", bare).replace("_", "-")
         for prefix in self.rules["prefixes"]:
             whole = whole.removeprefix(prefix)
         first, *others = whole.split("-")

@@ -177,10 +177,6 @@ def _power(left: Any, right: object) -> Any:
     return left**right
 
 
-def _count(values: object, wanted: object, first: int | None = None) -> int:
-    return sum(1 for value in _listed(values)[:first] if value == wanted)
-
-
 def _count_rotations(places: object, most: int) -> int:
     """Reformer's rotations for a power of two of hash buckets, at most `places`: above `most` for two factors of it."""
     if type(places) is not int or places < 1:
@@ -260,11 +256,6 @@ def _check_chunks(count: int, length: int) -> None:
         raise ValueError
 
 
-def _letters(word: str) -> list[int | str]:
-    """The letters of a word; adjacent digits are one whole number: 4, '/' and 8 of '4/8'."""
-    return [int(part) if is_digits(part) else part for part in re.findall("[0-9]+|.", word)]
-
-
 def _run(sizes: object, index: int) -> int:
     """Which of several runs, of these sizes, holds an item."""
     runs = _listed(sizes)
@@ -310,12 +301,13 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "ceil": math.ceil,
     "floor": math.floor,
     "len": lambda values: len(values if isinstance(values, dict) else _listed(values)),
-    "count": _count,
+    "count": lambda values, wanted, first=None: sum(1 for value in _listed(values)[:first] if value == wanted),
     "values": lambda table: _list_values(table),
     "isqrt": math.isqrt,
     "buckets": lambda places, most: _count_rotations(places, most),
     "where": lambda values, wanted: [i for i, value in enumerate(_listed(values)) if value == wanted],
-    "letters": _letters,
+    # Adjacent digits are one whole number: 4, '/' and 8 of '4/8'.
+    "letters": lambda word: [int(part) if is_digits(part) else part for part in re.findall("[0-9]+|.", word)],
     "at": lambda value, index: _at(value, index),
     "override": _override,
     "wrap": lambda indices, length: _wrap(indices, length),

@@ -108,10 +108,6 @@ _BODY = "-body"  # ends the names of variants without a head, which other models
 _BACKBONE = "_backbone"  # ends the names of parts that other models read stage by stage
 
 
-def _is_size(key: str) -> bool:
-    return key.endswith(_SIZES) and not key.endswith(_NO_SIZES)
-
-
 @frozen()
 class Spec(Value):
     """One architecture: where its dims are in a config, and its stacks of ops in dataflow order."""
@@ -533,7 +529,9 @@ class BoundDims:
                 default = self.defaults.get(name)
                 if value is None:  # HF's code asks of a flag whether it is true
                     value = self.spec.nulls.get(name, False if isinstance(default, bool) else None)
-                elif type(value) is int and value < 0 and _is_size(key):  # in a sum it would only be smaller
+                elif (
+                    type(value) is int and value < 0 and key.endswith(_SIZES) and not key.endswith(_NO_SIZES)
+                ):  # in a sum it would only be smaller
                     raise ConfigError(f"{self.where}: {key} must be at least 0, not {value}")
                 elif isinstance(default, bool) and value in ("true", "false"):
                     raise ConfigError(f"{self.where}: {key} must be true or false, not {value!r}")

@@ -105,10 +105,6 @@ _PEFT_PARTS = re.compile(
 )
 
 
-def _row_path(path: str) -> str:
-    return _PEFT_PARTS.sub("", _PEFT_PREFIX.sub("", path))
-
-
 class _Frame(NamedTuple):
     """A module whose forward is running."""
 
@@ -161,7 +157,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if frame.excluded_as is not None:
             self.excluded[frame.excluded_as] += flops
         else:
-            self.rows.setdefault(_row_path(frame.path), [0, 0, 0])[column] += flops
+            self.rows.setdefault(_PEFT_PARTS.sub("", _PEFT_PREFIX.sub("", frame.path)), [0, 0, 0])[column] += flops
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -68,7 +68,11 @@ def run_sweep(
                 f"both models in one matrix, or run with {spell('fresh')} to forget what is there"
             )
     others: list[Json] | None = None
-    found = {name: row for name, row in stored.items() if name in owners and _answers(row, owners[name])}
+    found = {
+        name: row
+        for name, row in stored.items()
+        if name in owners and all(asked in (row.get(key), "auto") for key, asked in owners[name].to_row().items())
+    }  # with other steps, say, it is of another matrix
 
     def save(rows: Sequence[Json]) -> None:
         nonlocal others
@@ -99,11 +103,6 @@ def run_sweep(
     rows = tuple(make_row(owners[result.job], result) for result in outcome.results)
     save(rows)
     return Swept(rows, outcome.stopped, outcome.ran)
-
-
-def _answers(row: Json, configuration: Configuration) -> bool:
-    """Whether a stored row was measured as this configuration asks; with other steps, say, it is of another matrix."""
-    return all(asked in (row.get(name), "auto") for name, asked in configuration.to_row().items())
 
 
 def _check_folder(folder: str) -> None:

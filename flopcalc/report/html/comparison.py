@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.units import format_flops, format_parameters
-from flopcalc.report.html.page import Html, bullets, join, make_page, number, section, swatch, table
+from flopcalc.report.html.page import bullets, join, make_page, number, section, swatch, table
 from flopcalc.report.html.pictures import Bar, draw_bars
 from flopcalc.report.html.values import show_exact, show_flops
 
@@ -18,7 +18,16 @@ def make_comparison_page(columns: Sequence[Json]) -> str:
     labels = [column["label"] for column in columns]
     rows: list[list[object]] = [["model type", *(column["model"]["model_type"] for column in columns)]]
     for key in ("total", "active", "trainable"):
-        rows.append([f"{key} parameters", *(_show_parameters(column["parameters"].get(key)) for column in columns)])
+        rows.append(
+            [
+                f"{key} parameters",
+                *(
+                    number(value, "" if value is None else format_parameters(value))
+                    for column in columns
+                    for value in [column["parameters"].get(key)]
+                ),
+            ]
+        )
     rows.append(["tokens", *(show_exact(column["workload"]["tokens"]) for column in columns)])
     rows.append(["convention", *(column["convention"] for column in columns)])
     for key in ("forward", "backward", "recompute", "clipping", "total"):
@@ -28,7 +37,16 @@ def make_comparison_page(columns: Sequence[Json]) -> str:
     rows.append(["per token", *map(show_flops, per_token)])
     for key in ("mfu", "hfu"):
         if any(column[key] for column in columns):
-            rows.append([key.upper(), *(_show_share(column[key]) for column in columns)])
+            rows.append(
+                [
+                    key.upper(),
+                    *(
+                        number(None, "") if share is None else number(share["value"], f"{100 * share['value']:.2f} %")
+                        for column in columns
+                        for share in [column[key]]
+                    ),
+                ]
+            )
     sums = [{part["name"]: part["forward"] + part["backward"] for part in column["components"]} for column in columns]
     names = dict.fromkeys(name for parts in sums for name in parts)
     components = [
@@ -57,11 +75,3 @@ def make_comparison_page(columns: Sequence[Json]) -> str:
 
 def _find_total(column: Json) -> int:
     return int(column["flops"]["total"])
-
-
-def _show_parameters(value: int | None) -> Html:
-    return number(value, "" if value is None else format_parameters(value))
-
-
-def _show_share(share: Json | None) -> Html:
-    return number(None, "") if share is None else number(share["value"], f"{100 * share['value']:.2f} %")

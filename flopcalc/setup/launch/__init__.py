@@ -15,6 +15,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, read_size
 from flopcalc.base.vocabulary import OBJECTIVES, OPTIMIZERS
 from flopcalc.core.estimate.binding import bind_config
+from flopcalc.core.model.config import load_config
 from flopcalc.setup.fields import Command, list_fields
 from flopcalc.setup.launch.script import read_script
 from flopcalc.setup.launch.settings import LaunchSettings, Taken
@@ -173,7 +174,7 @@ class LaunchOptions(NamedTuple):
         if self.report["overridden"]:
             notes.append(f"overridden, so not taken from the launch file: {', '.join(self.report['overridden'])}")
         if self.report["not_understood"]:
-            notes.append(f"not understood in the launch file: {', '.join(self.report['not_understood'])}")
+            notes.append(f"not taken from the launch file: {', '.join(self.report['not_understood'])}")
         return notes
 
 
@@ -218,6 +219,16 @@ def apply_launch(
             f"{', '.join(dict.fromkeys(found.files))}: no known model in it; name the model yourself"
             + (f" (not understood: {', '.join(unknown)})" if unknown else "")
         )
+    lora = taken.get("lora")
+    if lora is not None and not lora.value["targets"] and "lora" not in given:
+        kind = load_config(own, download="download" in given, model_type=given.get("model_type")).config["model_type"]
+        targets = _load_table("peft")["targets"].get(kind)
+        if targets is None:
+            raise ConfigError(
+                f"{', '.join(found.files)}: LoRA without target modules ({lora.key}), and PEFT has none by default for "
+                f"{kind}: give {spell('lora', 'r=16,targets=all-linear')}"
+            )
+        taken["lora"] = Taken({**lora.value, "targets": tuple(targets)}, f"{lora.key}, PEFT's default for {kind}")
     if "freeze" in taken:
         parts, found_in = taken.pop("freeze")
         bound = bind_config(

@@ -198,8 +198,8 @@ class LaunchSettings:
             named = targets if targets is not None else Taken((), asked.key)
             names = (*named.value, *(f"{PARAMETER}{name}" for name in bare.value))
             targets = Taken(names, f"{named.key}, {bare.key}")
-        if targets is None:
-            raise ConfigError(f"{self._file}: {asked.key} asks for LoRA, but no key says its target modules")
+        if targets is None:  # PEFT has defaults for some types of models
+            targets = Taken((), asked.key)
         more = {word: said[f"lora.{word}"] for word in ("r", "save", "dtype") if f"lora.{word}" in said}
         lora = {"r": 8, "targets": targets.value, **{word: each.value for word, each in more.items()}}
         keys = [asked.key, targets.key, *(each.key for each in more.values())]

@@ -491,11 +491,29 @@ def test_published_weights_are_named() -> None:
 def test_keys_that_are_not_read_are_named() -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 9}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4}
-    odd = {**config, "n_layers": 3, "num_kv_heads": 2, "n_heads": 4}
+    odd = {**config, "n_layers": 3, "num_kv_heads": 2, "n_heads": 4, "head_dims": 16, "eos_token_id": 2}
     notes = estimate_flops(odd, seq_len=8).notes
     assert [note for note in notes if "does not read" in note] == [
+        "llama does not read head_dims = 16: did you mean head_dim?",
         "llama does not read n_layers = 3: num_hidden_layers = 2 is counted",
         "llama does not read num_kv_heads = 2: did you mean num_key_value_heads?",
     ]
     assert not any("does not read" in note for note in estimate_flops(config, seq_len=8).notes)
     assert not any("does not read" in note for note in estimate_flops("gpt2", seq_len=8).notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({"lengths": [4, 4], "device": "h100"}, "cudnn"),
+        ({"lengths": [4, 4], "attention_kernel": "eager"}, "eager"),
+        ({"lengths": [4, 4]}, None),  # flash: each document alone
+        ({"lengths": [8], "device": "h100"}, None),
+        ({"seq_len": 8, "device": "h100"}, None),
+    ],
+)
+def test_packed_rows_say_what_a_mask_costs(changes: dict[str, Any], kernel: str | None) -> None:
+    notes = [note for note in estimate_flops("llama-3.2-1b", **changes).notes if note.startswith("packed documents")]
+    assert [f"so {kernel} attention computes every pair" in note for note in notes] == (
+        [] if kernel is None else [True]
+    )

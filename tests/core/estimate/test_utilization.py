@@ -293,3 +293,10 @@ def test_the_least_time_is_that_of_compute_or_of_weights(setup: dict[str, Any], 
     for words in expected:
         assert any(words in note for note in notes), notes
     assert any("do not fit" in note for note in notes) == (len(expected) > 1)
+
+
+@pytest.mark.parametrize(("batch", "gib"), [(1, "10.64 GiB"), (8, "57.37 GiB"), (64, "217.61 GiB")])
+def test_a_batch_reads_the_experts_that_its_tokens_reach(batch: int, gib: str) -> None:
+    """gpt-oss-120b: 4 of 128 experts for each token; 32 tokens reach all of them where routing is even."""
+    estimate = flopcalc.estimate_flops("gpt-oss-120b", phase="decode", context=65536, seq_len=1, batch_size=batch)
+    assert f"to read {gib} of weights" in describe_least_time(estimate, device="h100-sxm", dtype=None, peak=None)[0]

@@ -62,6 +62,11 @@ def find(name: str) -> str | None:
         ("Qwen/Qwen2.5-9B", None),
         ("Qwen/Qwen2.5-7B-Instruct-1M", None),
         ("someone/Qwen3-8B-Lexi-FP8", None),
+        ("Qwen/Qwen2.5-7B-Instruct-EXL2", None),
+        ("unsloth/Meta-Llama-3.1-8B-unsloth-bnb-4bit", None),
+        ("someone/Llama-3.1-8B-Lexi-Uncensored-AWQ", None),
+        ("moonshotai/Kimi-K2-Thinking-GGUF", None),
+        ("org/awq", None),
         ("Qwen/Qwen3-Reranker-8B", None),
         ("mistralai/Mixtral-8x22B-v0.1", None),
         ("moonshotai/Kimi-K2-Thinking", None),
@@ -85,7 +90,6 @@ def test_names(name: str, preset: str | None) -> None:
         assert source.note.startswith(f"{name} is counted as preset {source.name} (same ")
 
 
-# Quantized releases: their weights are taken from the name.
 @pytest.mark.parametrize(
     ("name", "preset", "stored"),
     [
@@ -103,10 +107,45 @@ def test_names(name: str, preset: str | None) -> None:
         ("deepseek-ai/DeepSeek-R1-0528", "deepseek-r1", "fp8-block"),  # as its preset
     ],
 )
-def test_quantized_releases(name: str, preset: str, stored: str) -> None:
+def test_serving_takes_the_weights_of_a_quantized_release(name: str, preset: str, stored: str) -> None:
     source = load_config(name)
     assert (source.name, source.stored) == (preset, stored)
-    assert source.config == load_config(preset).config
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "gib", "words"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "qwen2.5-7b", 5.19, "AWQ in 4 bits"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2.5-7b", 5.19, "GPTQ in 4 bits"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "qwen2.5-7b", 8.25, "GPTQ in 8 bits"),
+        ("TheBloke/Llama-2-13B-GPTQ", "llama-2-13b", 6.76, "GPTQ in 4 bits"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct-AWQ", "qwen2.5-vl-7b", 6.45, "AWQ in 4 bits"),
+        ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", "llama-3.1-8b", 5.31, "nf4"),
+        ("RedHatAI/Meta-Llama-3.1-70B-Instruct-FP8", "llama-3.1-70b", 67.67, "fp8"),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16", "llama-3.1-8b", 5.33, "4 bits"),
+        ("Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf", "llama-3.1-8b", 4.58, "Q4_K_M"),
+        ("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M", "llama-3.1-8b", 4.58, "Q4_K_M"),
+        ("TheBloke/llama-2-13b-chat.Q4_K_M.gguf", "llama-2-13b", 7.33, "Q4_K_M"),
+        ("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF", "llama-3.1-8b", 14.96, "several files"),
+        ("openai/gpt-oss-120b-GGUF", "gpt-oss-120b", 217.61, "several files"),
+    ],
+)
+def test_quantized_releases(name: str, preset: str, gib: float, words: str) -> None:
+    """A name of a quantized release counts its weights as such releases keep them, and the note says what was taken."""
+    assert find(name) == preset
+    estimate = estimate_flops(name, phase="decode", context=4096)
+    assert sum(each.bytes + each.scale_bytes for each in estimate.weights) / GIB == pytest.approx(gib, abs=0.006)
+    assert estimate.total == estimate_flops(preset, phase="decode", context=4096).total
+    note = next(note for note in estimate.notes if note.startswith(f"{name} is counted as preset {preset} (same"))
+    assert words in note
+
+
+def test_a_given_format_wins_over_a_name() -> None:
+    plain = estimate_flops("llama-3.1-8b", seq_len=8, weights="int8")
+    assert estimate_flops("llama-3.1-8b-awq", seq_len=8, weights="int8").weights == plain.weights
 
 
 def test_every_preset_is_found_by_its_own_names() -> None:
