@@ -80,7 +80,10 @@ def __getattr__(name: str) -> Any:
 
     for home, names in _HOMES.items():
         if name in names:
-            value = getattr(import_module(f"flopcalc.{home}"), name)
+            module = import_module(f"flopcalc.{home}")
+            value = getattr(module, name)
+            if home == "api":
+                module.list_keywords(value)
             globals()[name] = value
             return value
     raise AttributeError(f"module 'flopcalc' has no attribute {name!r}")

@@ -5,8 +5,8 @@ All of them take the same keywords, `SetupKeywords` in flopcalc/setup/fields.py;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from flopcalc.base.data import describe_install
 from flopcalc.base.errors import FlopcalcError, WorkloadError
@@ -27,26 +27,19 @@ if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction
     from flopcalc.server.serve import ServingAnswer
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def _lists_keywords(command: Command) -> Callable[[_Function], _Function]:
-    """Add the keywords of a command, by group, to a docstring: the table of fields knows them."""
+def list_keywords(function: Any) -> None:
+    """Add a function's keywords, by group, to its docstring: the table of fields knows them."""
+    command: Command = "estimate" if function is estimate_flops else function.__name__
     groups: dict[str, list[str]] = {}
     for name, field in list_fields(command).items():
         if name not in BESIDE or command != "estimate":
             keyword = KEYWORDS.get(name, name)
             groups.setdefault(GROUPS[field.group], []).append(f"`{keyword}`" if keyword.endswith("_") else keyword)
     listed = "\n".join(f"    - {group}: {', '.join(names)}" for group, names in groups.items())
-
-    def add(function: _Function) -> _Function:
-        function.__doc__ = f"{function.__doc__}\n    Keywords (`flopcalc schema` describes each):\n\n{listed}\n    "
-        return function
-
-    return add
+    function.__doc__ = f"{function.__doc__}\n    Keywords (`flopcalc schema` describes each):\n\n{listed}\n    "
 
 
-@_lists_keywords("bind")
 def bind(
     model: Any,
     example_batch: Mapping[str, Any] | None = None,
@@ -87,7 +80,6 @@ def bind(
     return trace_module(model, example_batch, phases=asked, dims=dims, compute=compute, max_length=max_length)
 
 
-@_lists_keywords("estimate")
 def estimate_flops(model: Any = None, workload: Workload | None = None, **setup: Unpack[SetupKeywords]) -> Estimate:
     """Exact FLOPs of one step. `model` is a preset's name, a path, a mapping, an HF config or an HF model.
 
@@ -123,7 +115,6 @@ def _trace(*arguments: Any) -> Any:
     return trace_config(*arguments)
 
 
-@_lists_keywords("translate")
 def translate(model: Any, **setup: Unpack[SetupKeywords]) -> Translation:
     """Convert a quoted performance into every convention. `model` is an Estimate, or what makes one.
 
@@ -164,7 +155,6 @@ def translate_counted(counted: SetupEstimate, setup: Setup) -> Translation:
     return found._replace(notes=(*found.notes, *counted.notes))
 
 
-@_lists_keywords("predict")
 def predict(model: Any = None, workload: Workload | None = None, **setup: Unpack[SetupKeywords]) -> Prediction:
     """Time, utilization and memory of one step of a model on a device.
 
@@ -223,7 +213,6 @@ def list_step_options(setup: Setup) -> dict[str, Any]:
     }
 
 
-@_lists_keywords("plan")
 def plan(model: Any = None, workload: Workload | None = None, **setup: Unpack[SetupKeywords]) -> Plan:
     """The best layouts of a training run on many devices: what fits, its time and cost, and why others lose.
 
@@ -239,7 +228,6 @@ def plan(model: Any = None, workload: Workload | None = None, **setup: Unpack[Se
     return plan_setup(from_keywords("plan", model, setup, workload))
 
 
-@_lists_keywords("serving")
 def serving(model: Any = None, **setup: Unpack[SetupKeywords]) -> ServingAnswer:
     """A model behind a serving engine under a load: what fits, time to first token, tokens per second, cost.
 

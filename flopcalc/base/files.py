@@ -100,7 +100,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int, error: type[FlopcalcErr
 def read_text(path: str | os.PathLike[str], limit: int, error: type[FlopcalcError]) -> str:
     """The same as text; a mark of the byte order at its start is left out."""
     try:
-        return read_bytes(path, limit, error).decode("utf-8-sig")
+        return read_bytes(path, limit, error).decode().removeprefix("\ufeff")
     except UnicodeDecodeError as problem:
         raise error(f"{os.fspath(path)}: not UTF-8 text: {problem.reason} at byte {problem.start}") from None
 

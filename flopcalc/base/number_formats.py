@@ -26,15 +26,9 @@ class ComputeFormat(Value):
 
 
 @cache
-def load_tables() -> dict[str, Any]:
-    """The file of formats, read once."""
-    return load_toml(os.path.join(find_data_dir(), "formats.toml"))
-
-
-@cache
 def load_computed() -> tuple[dict[str, ComputeFormat], dict[str, str]]:
     """Formats of products, and other names for them."""
-    tables: dict[str, Any] = load_tables()["compute"]
+    tables: dict[str, Any] = load_toml(os.path.join(find_data_dir(), "formats.toml"))["compute"]
     computed = {
         name: ComputeFormat(
             name, entry["bits"], entry.get("everywhere", False), entry.get("stored", name), entry.get("fallback")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-class Unit(NamedTuple):
+@frozen()
+class Unit(Value):
     """Suffixes of a number, and what they multiply it by; upper and lower case are alike."""
 
     suffixes: Mapping[str, int | str]
@@ -153,7 +155,7 @@ UNITS = {
         ),
         _BINARY,
     ),
-    "global_batch": _BINARY._replace(name=" sequences; 4Mtok is in tokens"),
+    "global_batch": _BINARY.replace(name=" sequences; 4Mtok is in tokens"),
     **dict.fromkeys(("tokens", "tokens_per_second", "peak", "tflops", "max_pixels"), _DECIMAL),
     "price": _PRICE,
     **dict.fromkeys(("step_time", "audio", "video", "pause_s"), _TIME),

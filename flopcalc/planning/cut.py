@@ -13,7 +13,7 @@ from flopcalc.core.model.ops import Attend, Chain, Linear, Op, iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.planning.layout import Layout, Outline, split_layers
 from flopcalc.prediction.memory.peak import Shards, Tensors
-from flopcalc.prediction.memory.tensors import Part, SplitBytes, list_kinds
+from flopcalc.prediction.memory.tensors import Part, SplitBytes, number_layers
 from flopcalc.prediction.tensor_parallel import count_chains
 from flopcalc.prediction.timeline import Stack, find_place
 from flopcalc.prediction.work import Attention, HostCall, MemoryCall, ProductCall, Work
@@ -29,7 +29,7 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
     cores = [op for op in ops if isinstance(op, Attend)]
     keys = [op.kv_heads * (op.qk + op.v) for chain in layers for op in iterate(chain) if isinstance(op, Attend)]
     exits = [many * _count_exits(chain) for stage in stages for chain, many in count_chains(stage).items()]
-    kinds = list_kinds(estimator)
+    kinds = tuple(number_layers(estimator).values())
     routed = {kinds[place] for place, chain in enumerate(layers) if any(op.copies > 1 for op in iterate(chain))}
     return Outline(
         layers=len(layers),

@@ -200,9 +200,9 @@ def _add_optimizer(
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
     stepped = [(block, row) for block, row, _ in rows if row.trainable and block.group not in silent]
-    tensors = count_tensors(stepped) if load.phase == "train" else 0
+    tensors = sum(block.copies * (1 + row.op.bias) for block, row in stepped if row.find("padding") is None)
     read, written = count_step_bytes(optimizer, dtype_bytes)
-    if not tensors or not read:
+    if load.phase != "train" or not tensors or not read:
         return
     trained = sum(row.trainable * block.copies for block, row in stepped)
     if optimizer == "adamw-master":
@@ -245,11 +245,6 @@ def _count_unseen(stepped: list[tuple[Block, Row]], tied: set[str | None], load:
         if isinstance(row.op, Embed) and row.op.input_embedding and f"{name_module(block, row.op)}.weight" not in tied
     ]
     return sum(op.count * op.dim * math.exp(-load.tokens / op.count) for op in tables)
-
-
-def count_tensors(rows: list[tuple[Block, Row]]) -> int:
-    """How many tensors an optimizer's step goes over."""
-    return sum(block.copies * (1 + row.op.bias) for block, row in rows if row.find("padding") is None)
 
 
 # --- products and attention -------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from flopcalc.prediction.host_time import (
 )
 from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
 from flopcalc.prediction.kernels.memory_bound import FLOAT, STREAMED
-from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
+from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, run
 from flopcalc.prediction.watts import Shares
 from flopcalc.prediction.work import Attention, MemoryCall, ProductCall, Work
 
@@ -414,7 +414,8 @@ class Clock:
         """A micro-batch's segments, the optimizer's, and how many micro-batches: all but a few of many are alike."""
         found = self._list_places(host_factor)
         once = order({place: at for place, at in found.items() if place.way < 2}, self.stacks)
-        return once, [at for place, at in sorted(found.items()) if place.way == 2], self.times
+        last = [at for place, at in sorted(found.items()) if place.way == 2]
+        return [segment for _, _, segment in once], last, self.times
 
     def _wake_s(self, host_factor: float) -> float:
         return self.fitted.wake_operators * self.constants["host"][name_phase(self.phase)][1] * host_factor
@@ -424,7 +425,7 @@ class Clock:
         if self.execution != "eager" or not self.pieces:
             return self._list_device_events()
         found = self._list_places(host_factor)
-        once = order_places({place: at for place, at in found.items() if place.way < 2}, self.stacks)
+        once = order({place: at for place, at in found.items() if place.way < 2}, self.stacks)
         last = [(place, -1, at) for place, at in sorted(found.items()) if place.way == 2]
         steps = [*(once * min(self.times, _SHOWN)), *last]
         spans: list[Span] = []

@@ -62,24 +62,19 @@ def _find_masks(version: str) -> _Masks:
     return [each for each in _VERSIONS if each.first <= asked][-1]
 
 
-def has_masks(version: str) -> bool:
-    """Whether a version masks routed rows."""
-    masks = _find_masks(version)
-    return bool(masks.in_place or masks.copied)
-
-
 def list_masks(version: str) -> Table:
     """The operators that a version adds to experts: masks, the copies that they are made of, and their gradients."""
     masks = _find_masks(version)
-    if not has_masks(version):
+    masked = (*masks.in_place, *masks.copied)
+    if not masked:
         return []
     rows: Table = [
         ("f", "pointwise", 2, _PLACES, _PLACES),
         ("f", "view", 1, "", ""),
-        ("b", "node", len(masks.in_place) + len(masks.copied), "", ""),
+        ("b", "node", len(masked), "", ""),
     ]
     rows += [("f", "copy", 1, moved, moved) for moved in masks.copied]
-    for moved in (*masks.in_place, *masks.copied):
+    for moved in masked:
         rows.append(("f", MASKED, 1, moved, moved))
         rows += [("b", "copy", 1, moved, moved), ("b", MASKED, 1, moved, moved)]
     return rows

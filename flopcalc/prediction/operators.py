@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from flopcalc.base.errors import FlopcalcError, SpecError, format_value
+from flopcalc.base.errors import SpecError
 from flopcalc.base.vocabulary import Convention, PassDirection, RecordedPhase
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
@@ -47,7 +47,6 @@ from flopcalc.prediction.recordings import (
 from flopcalc.prediction.rows import find_shifted
 from flopcalc.prediction.trained_layers import NO_STATE, LayerState, find_states
 
-ATTENTION = ("sdpa", "eager")
 _MISSING = ": this model has no"
 _UNCAST = (
     "autocast over float32 weights was not recorded for this model type: bf16 copies of weights, and float32 "
@@ -96,8 +95,6 @@ def list_operators(
     `attention` is HF's attn_implementation; `dtype_bytes` the size of the model's floating dtype; `transformers` the
     version whose code runs.
     """
-    if attention not in ATTENTION:
-        raise FlopcalcError(f"attention {format_value(attention)} unknown; known: {', '.join(ATTENTION)}")
     if estimator.renamed is None:
         return _Reader(estimator, load, attention, dtype_bytes, transformers).read()
     recorded: Any = AsRecorded(estimator)

@@ -74,13 +74,11 @@ def _find_inner(inner: str, names: Sequence[str]) -> float:
     return float(len(names))
 
 
-def order(found: Mapping[Place, Segment], stacks: Sequence[Stack]) -> list[Segment]:
-    """Work by its place -> segments in their order, each layer of a stack after the other."""
-    return [segment for _, _, segment in order_places(found, stacks)]
+def order(found: Mapping[Place, Segment], stacks: Sequence[Stack]) -> list[tuple[Place, int, Segment]]:
+    """Work by its place -> segments in their order, each layer of a stack after the other.
 
-
-def order_places(found: Mapping[Place, Segment], stacks: Sequence[Stack]) -> list[tuple[Place, int, Segment]]:
-    """The same, each with its place and the number of its layer, counted in the order of the pass; -1 without."""
+    Each comes with its place and the number of its layer, counted in the order of the pass; -1 without.
+    """
     segments: list[tuple[Place, int, Segment]] = []
     stages: dict[tuple[int, float], list[Place]] = {}
     for place in sorted(found):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flopcalc.base.data import get_stem
 from flopcalc.base.errors import DeviceError, WorkloadError
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_tokens, parse_share
 from flopcalc.base.vocabulary import PHASES, Convention, check_word
@@ -33,7 +34,8 @@ _UNTRACED = (
 Tracer: TypeAlias = "Callable[[Source, Recipe, str, bool, str], TracedModel]"
 
 
-class SetupEstimate(NamedTuple):
+@frozen()
+class SetupEstimate(Value):
     """An Estimate, and notes on what was assumed, besides the estimate's own."""
 
     estimate: Estimate
@@ -234,13 +236,14 @@ def find_shares(
     counted: SetupEstimate, setup: Setup, way: str = ""
 ) -> tuple[Utilization | None, Utilization | None, list[str]]:
     """MFU and HFU where a time is given, and more notes; without one, the least time, and the `way` to the MFU."""
-    place, estimate, said = setup.place, counted.estimate, counted.all_notes
+    place, estimate = setup.place, counted.estimate
     where: dict[str, Any] = {"device": place.device, "dtype": None, "peak": place.peak}
     measured = _read_time(setup)
     if not measured and place.device is None and place.peak is None:
         return None, None, []
     from flopcalc.core.estimate.utilization import describe_least_time, hfu, mfu  # only with a peak or a time
 
+    said = counted.all_notes
     if not measured:
         return None, None, [note for note in describe_least_time(estimate, way, **where) if note not in said]
     model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))

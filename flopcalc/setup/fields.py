@@ -10,8 +10,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import find_field
 from flopcalc.base.vocabulary import (
     CLIPPING,
@@ -74,7 +75,8 @@ Kind = Literal[
 ]  # fmt: skip
 
 
-class Field(NamedTuple):
+@frozen()
+class Field(Value):
     """One question. `takes` are the initials of its commands: see _LETTERS. {LP:text} is for commands L and P alone."""
 
     help: str
@@ -101,7 +103,7 @@ class Field(NamedTuple):
         def choose(text: str) -> str:
             return re.sub(r"\{([A-Z]+):(.*?)\}", lambda found: found[2] if letter in found[1] else "", text).strip()
 
-        return self._replace(help=choose(self.help), metavar=choose(self.metavar), default=choose(self.default))
+        return self.replace(help=choose(self.help), metavar=choose(self.metavar), default=choose(self.default))
 
     @property
     def commands(self) -> tuple[Command, ...]:

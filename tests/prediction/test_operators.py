@@ -11,7 +11,7 @@ import pytest
 
 from flopcalc.api import bind
 from flopcalc.base.data import find_data_dir
-from flopcalc.base.errors import FlopcalcError, SpecError
+from flopcalc.base.errors import SpecError
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.measure.operator_kinds import KINDS, classify
@@ -461,11 +461,6 @@ def test_products_of_layers_that_were_not_recorded_are_named(preset: str, path: 
     notes = [note for note in list_operators(bind(preset), make_workload(1, 64)).notes if "far longer" in note]
     told = "what their scans or selections of keys dispatch was not recorded; they may take far longer"
     assert notes == ([f"layers of {path}: {told}"] if path else [])
-
-
-def test_unknown_attention() -> None:
-    with pytest.raises(FlopcalcError, match="attention 'flesh' unknown; known: sdpa, eager"):
-        list_operators(bind("llama-3.1-8b"), make_workload(1, 8), "flesh")
 
 
 @pytest.mark.parametrize(

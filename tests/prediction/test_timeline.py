@@ -133,13 +133,13 @@ A, B, C = Segment(2.0, 4.0, 6.0), Segment(8.0, 10.0, 12.0), Segment(1.0, 3.0, 5.
     ],
 )
 def test_order(found: dict[Place, Segment], expected: list[Segment]) -> None:
-    assert order(found, TEXT) == expected
+    assert [segment for _, _, segment in order(found, TEXT)] == expected
 
 
 def test_order_keeps_the_sums() -> None:
     found = {Place(0, 0.5): C, Place(0, 1.0): A._replace(waits=1.0), Place(1, -1.0): B, Place(1, -0.0): C}
     for i in range(3):
-        assert sum(each[i] for each in order(found, TEXT)) == sum(each[i] for each in found.values())
+        assert sum(each[i] for _, _, each in order(found, TEXT)) == sum(each[i] for each in found.values())
 
 
 @pytest.mark.parametrize(

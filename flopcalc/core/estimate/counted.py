@@ -399,7 +399,7 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions, rules
 
         live = read_formats(source.module, are_said=are_said)
         if rules:
-            live = live._replace(stored={_rename_all(rules, name): stored for name, stored in live.stored.items()})
+            live = live.replace(stored={_rename_all(rules, name): stored for name, stored in live.stored.items()})
     casts = any(op.float32 for stage in model.stages for chain in stage.kinds for op in iterate(chain))
     lora_dtype = recipe.lora.dtype if recipe.lora is not None else None
     return make_formats(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, check_size
 from flopcalc.base.vocabulary import Convention, PickedKernel
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
 
 
-class Identity(NamedTuple):
+@frozen()
+class Identity(Value):
     """What decides an estimator's counts: the model under one recipe, however often it was bound."""
 
     name: str
@@ -40,7 +42,8 @@ class Identity(NamedTuple):
     routing: Routing = EVEN
 
     def __hash__(self) -> int:
-        return hash(self[:-2])  # to hash every op of the stages costs more than to count them
+        # To hash every op of the stages costs more than to count them.
+        return hash((self.name, self.recipe, self.formats))
 
 
 class ModelCounts(Protocol):

@@ -262,7 +262,8 @@ class FormatOptions(Value):
     autocast: object = None  # True: to bf16
 
 
-class LiveFormats(NamedTuple):
+@frozen()
+class LiveFormats(Value):
     """Formats read from a live model: its own, weights that are stored otherwise, and its adapters'."""
 
     model: str

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 from flopcalc.base.errors import ConfigError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
@@ -34,7 +34,8 @@ MAX_PATTERNS = 20_000
 MAX_REPEATS = 5
 
 
-class ModulePlace(NamedTuple):
+@frozen()
+class ModulePlace(Value):
     """A module that a rule is asked about: its names, as this model and as older checkpoints spell them."""
 
     names: tuple[str, ...]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import RecipeError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
-from flopcalc.base.number_formats import PLAIN, find_computed, load_computed, load_tables, name_format
+from flopcalc.base.number_formats import PLAIN, find_computed, load_computed, name_format
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -76,7 +78,8 @@ BF16 = StoredFormat(PLAIN)
 @cache
 def load_stored() -> dict[str, StoredFormat]:
     """Formats of weights that have scales."""
-    return {name: _read_stored(name, entry) for name, entry in load_tables()["stored"].items()}
+    tables = load_toml(os.path.join(find_data_dir(), "stored_formats.toml"))["stored"]
+    return {name: _read_stored(name, entry) for name, entry in tables.items()}
 
 
 def _read_stored(name: str, entry: dict[str, Any]) -> StoredFormat:

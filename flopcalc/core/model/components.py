@@ -9,9 +9,8 @@ from typing import Any
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.units import parse_exact
-from flopcalc.core.spec.coverage import list_pipelines
 from flopcalc.core.spec.expressions import MissingNameError, Number, evaluate, evaluate_truth
-from flopcalc.core.spec.merge import check_keys
+from flopcalc.core.spec.merge import check_keys, list_pipelines
 from flopcalc.core.spec.spec import find_spec
 
 _KEYS = {

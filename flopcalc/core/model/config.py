@@ -17,7 +17,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.spec.aliases import list_types, map_config, name_family
-from flopcalc.core.spec.coverage import list_pipelines
+from flopcalc.core.spec.merge import list_pipelines
 
 PIPELINE_FILE = "model_index.json"  # of diffusers
 

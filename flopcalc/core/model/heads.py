@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
@@ -179,15 +179,9 @@ def read_labels(config: dict[str, object], where: str) -> int:
 
 
 # --- its stages -------------------------------------------------------------------------------------------------------
-class ModelWithHead(NamedTuple):
-    """A model with another head than its spec's: its stages, and what the module that holds the body is called."""
-
-    stages: tuple[Stage, ...]
-    renamed: tuple[str, str]  # in the spec, and here
-
-
-def expand_head(dims: BoundDims, head: Head) -> ModelWithHead:
-    """The body of a model under another class's names, and that class's head."""
+def expand_head(dims: BoundDims, head: Head) -> tuple[tuple[Stage, ...], tuple[str, str]]:
+    """The body of a model under another class's names, and that class's head; what the module that holds the body is
+    called in the spec, and here."""
     table = _find_table(dims.spec, head)
     settings = {name: dims.evaluate(text) for name, text in table.get("set", {}).items()}
     settings["labels"] = head.labels
@@ -223,7 +217,8 @@ def expand_head(dims: BoundDims, head: Head) -> ModelWithHead:
         added = [_set_adapted(stage, table.get("saved", SAVED)) for stage in added]
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, which its head {head} needs") from None
-    return ModelWithHead(tuple(body + added), ("", within) if within is not None else (prefix, base))
+    renamed = ("", within) if within is not None else (prefix, base)
+    return tuple(body + added), renamed
 
 
 def _find_table(spec: Spec, head: Head) -> dict[str, Any]:

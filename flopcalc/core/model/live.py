@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
+
+from flopcalc.base.frozen import Value, frozen
 
 # Modules that hold the one that they wrap, by the name that it has in them.
 WRAPPED = ("_orig_mod", "module", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -25,7 +27,8 @@ def unwrap(model: object) -> Any:
     return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
-class FlatPart(NamedTuple):
+@frozen()
+class FlatPart(Value):
     """A parameter that FullyShardedDataParallel keeps as a part of a flat one, of which a rank has a shard."""
 
     shape: tuple[int, ...]

@@ -42,11 +42,11 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
             is_active = path not in active or name in active[path]
             own = adapters.setdefault(adapted, {}).setdefault(name, Adapter(0, is_active=is_active))
             if side == "A":
-                adapters[adapted][name] = own._replace(
+                adapters[adapted][name] = own.replace(
                     rank=int(find_shape(parameter)[0]) // experts, a=parameter.requires_grad
                 )
             elif side == "B":
-                adapters[adapted][name] = own._replace(b=parameter.requires_grad)
+                adapters[adapted][name] = own.replace(b=parameter.requires_grad)
             if parameter.requires_grad:
                 trained.add(f"{adapted}.lora_{side}")
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.base.errors import RecipeError, format_value
 from flopcalc.base.frozen import Value, frozen
@@ -49,7 +49,8 @@ class Lora(Value):
                 raise RecipeError(f"lora dtype {self.dtype}: adapters are fp32, bf16 or fp16")
 
 
-class Adapter(NamedTuple):
+@frozen()
+class Adapter(Value):
     """A LoRA adapter of a live module; one that is not active is held, and never runs."""
 
     rank: int

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from flopcalc.base.data import find_data_dir, list_data_files, load_toml
+from flopcalc.core.spec.merge import list_pipelines
 from flopcalc.core.spec.spec import Spec, find_spec, load_spec
 
 
@@ -39,7 +40,6 @@ class Coverage(NamedTuple):
 
 
 DIFFUSERS = "coverage_diffusers"
-_MERGED = ("defaults", "encoders", "passed")  # tables of which a sibling says only what differs
 PIPELINES = "pipelines"  # a mapping whose types are pipelines, each with the class of its denoiser
 
 
@@ -62,19 +62,6 @@ def load_coverage(name: str = "coverage") -> Coverage:
         for name, mapping in tables["mappings"].items()
     )
     return Coverage(tables["release"], mappings)
-
-
-def list_pipelines() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> file and tables of every pipeline that is described; a file's siblings say only what differs."""
-    found = {}
-    for name, path in list_data_files("pipelines").items():
-        tables = load_toml(path)
-        siblings = tables.pop("siblings", {})
-        found[name] = (path, tables)
-        for sibling, changes in siblings.items():
-            merged = {key: {**tables.get(key, {}), **changes.get(key, {})} for key in _MERGED}
-            found[sibling] = (path, {**tables, **changes, **merged})
-    return found
 
 
 def _find(model_type: str, architecture: str, reason: str | None) -> CoveredType:

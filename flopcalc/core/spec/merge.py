@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
-from flopcalc.base.data import ALIASES, DIFFUSERS, PARTS, find_data_file, get_stem, load_toml
+from flopcalc.base.data import ALIASES, DIFFUSERS, PARTS, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.base.errors import SpecError, format_nearest, format_value
 from flopcalc.core.spec.expressions import find_names, parse
 from flopcalc.core.spec.row_units import UNITS
@@ -25,6 +25,7 @@ _MERGED = ("defaults", "nulls", "renamed", "dims", "checks", "blocks", "sums", "
 # Not of specs that extend it.
 _OWN = ("variants", "refused", "config_checks", "phases", "note", "sdpa", "conv1d", "untimed", "unrecomputed")
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
+_OF_PIPELINES = ("defaults", "encoders", "passed")  # the same of a file of pipelines and its siblings
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 _PLACES = ("after", "before", "beside")
 OP_CHANGES = ("change", *_PLACES, "drop")  # the same of an op
@@ -33,6 +34,19 @@ OP_CHANGES = ("change", *_PLACES, "drop")  # the same of an op
 def load_tables(path: str) -> Table:
     """The tables of a spec file, with those of the specs that it extends."""
     return _write_out_sums(_load(path, ()), path)
+
+
+def list_pipelines() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> file and tables of every pipeline that is described; a file's siblings say only what differs."""
+    found = {}
+    for name, path in list_data_files("pipelines").items():
+        tables = load_toml(path)
+        siblings = tables.pop("siblings", {})
+        found[name] = (path, tables)
+        for sibling, changes in siblings.items():
+            merged = {key: {**tables.get(key, {}), **changes.get(key, {})} for key in _OF_PIPELINES}
+            found[sibling] = (path, {**tables, **changes, **merged})
+    return found
 
 
 def find_parent(alias: Table) -> Any:

@@ -198,7 +198,7 @@ class Patches(Sum):
 
 
 @frozen()
-class MergedPatches(Sum):
+class MergedPatches(Patches):
     """Patches after `area` of them were merged into one."""
 
     words: ClassVar[str] = "merged patches"
@@ -206,7 +206,7 @@ class MergedPatches(Sum):
     area: int
 
     def _count(self, load: Workload, counting: Counting) -> int:
-        return Patches().count(load, counting) // self.area
+        return Patches._count(self, load, counting) // self.area
 
 
 class Frames(Sum):

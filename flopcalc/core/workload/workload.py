@@ -94,7 +94,7 @@ class Workload(Value):
 
     @property
     def all_grids(self) -> tuple[Grid, ...]:
-        return self.grids + self.videos
+        return self.grids + self.videos if self.videos else self.grids
 
     @property
     def tokens(self) -> int:
@@ -229,14 +229,22 @@ def check_load(value: object) -> Workload:
     return value
 
 
+class _ReadGrids(tuple[Grid, ...]):
+    """Grids that were read, and are not checked a second time: a training loop may have many."""
+
+    __slots__ = ()
+
+
 def read_grids(value: object, what: str, minimum: int = 1) -> tuple[Grid, ...]:
     """Rows of (t, h, w) from a tensor, an array, nested sequences, or texts such as '1,36,52'."""
-    if type(value) is tuple and set(map(type, value)) == {tuple} and set(map(len, value)) == {3}:
-        sizes = list(chain.from_iterable(value))  # the usual case, in a training loop with many images
-        if set(map(type, sizes)) == {int} and min(sizes) >= minimum and max(sizes) < 10**9:
-            return value
+    if type(value) is _ReadGrids:
+        return value
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if type(value) in (tuple, list) and set(map(type, value)) <= {tuple, list} and set(map(len, value)) == {3}:
+        sizes = list(chain.from_iterable(value))  # the usual case
+        if set(map(type, sizes)) == {int} and min(sizes) >= minimum and max(sizes) < 10**9:
+            return _ReadGrids([(t, h, w) for t, h, w in value])
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, Sequence):

@@ -13,7 +13,7 @@ from flopcalc.base.errors import SpecError, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromOne, FromZero, Items, Keys, Positive, Rule, find_fault
 from flopcalc.hardware.tiles import TABLES
-from flopcalc.prediction.kernels.defaults import DeviceDefaults, apply_fitted, are_fitted
+from flopcalc.prediction.kernels.defaults import FORMER, DeviceDefaults, are_fitted, load_defaults
 
 Mode = Literal["train", "forward"]  # with gradients or without
 HostPhase = Literal["train", "forward", "decode"]
@@ -222,7 +222,8 @@ def _read_predictor(folder: str, device_id: str) -> Constants | None:
 
 def find_fitted(constants: Constants) -> DeviceDefaults:
     """The fitted numbers of a device: those of its own file, else the defaults."""
-    return apply_fitted(constants.get("fitted", {}))
+    own = {name: value for name, value in constants.get("fitted", {}).items() if name not in FORMER}
+    return load_defaults().device._replace(**own)
 
 
 def _find_fault(data: object, schema: int, kind: type) -> str:

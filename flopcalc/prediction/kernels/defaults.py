@@ -14,7 +14,7 @@ from flopcalc.base.validate import FromZero, find_fault
 
 FILE = "defaults.json"
 # Names that older predictor files may hold, and nothing reads.
-_FORMER = ("attention_share", "attention_start_s", "narrow_rate")
+FORMER = ("attention_share", "attention_start_s", "narrow_rate")
 
 
 class DeviceDefaults(NamedTuple):
@@ -113,12 +113,7 @@ def load_defaults() -> Defaults:
 def are_fitted(given: Mapping[str, Any]) -> bool:
     """Whether a predictor file's `fitted` holds only numbers that `device` has, under its names."""
     usual = load_defaults().device._asdict()
-    return all(name in _FORMER or (name in usual and _is_alike(value, usual[name])) for name, value in given.items())
-
-
-def apply_fitted(given: Mapping[str, Any]) -> DeviceDefaults:
-    """The numbers of a device: those of its predictor file, else the defaults."""
-    return load_defaults().device._replace(**{name: value for name, value in given.items() if name not in _FORMER})
+    return all(name in FORMER or (name in usual and _is_alike(value, usual[name])) for name, value in given.items())
 
 
 def _is_alike(value: object, usual: object) -> bool:

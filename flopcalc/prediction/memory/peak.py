@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from flopcalc.base.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
+from flopcalc.base.errors import DeviceError, WorkloadError
 from flopcalc.base.units import format_bytes
 from flopcalc.base.vocabulary import CAST_FORMATS, Execution
 from flopcalc.base.vocabulary import Optimizer as OptimizerName
@@ -20,7 +20,7 @@ from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.memory.inference import Serving
-from flopcalc.prediction.memory.shards import Shards, cut_parts, divide_held, shard_zero, sum_held
+from flopcalc.prediction.memory.shards import Shards, cut_parts, divide_held, sum_held
 from flopcalc.prediction.memory.tensors import FLOAT, Part, SplitBytes, Step
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.work import ProductCall
@@ -40,7 +40,6 @@ __all__ = [
     "list_tensors",
     "predict_memory",
     "resize_batch",
-    "shard_zero",
 ]
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
@@ -189,9 +188,6 @@ def list_tensors(
 
     `expert_imbalance`: how many times the mean number of rows experts get, in fused kernels.
     """
-    if optimizer not in _STATES:
-        near = format_nearest(str(optimizer), _STATES)
-        raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(_STATES)}")
     estimator, width, is_small = _match_dtype(estimator, dtype, execution)
     imbalance = expert_imbalance if execution == "fused" else 1.0
     step = Step(estimator, load, width, attention, execution, 1 if is_small else width, is_light, imbalance)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flopcalc.base.errors import RecipeError, format_value
 from flopcalc.prediction.memory.tensors import Part, SplitBytes
 
 
@@ -72,15 +71,6 @@ def cut_parts(shards: Shards, parts: tuple[Part, ...], dtype_bytes: int) -> tupl
         kept, extra = SplitBytes(shards.cut_kept(saved)), round(part.extra * share)
         found.append(Part(part.layers, weights, trained, kept, extra, table, part.name))
     return tuple(found)
-
-
-def shard_zero(stage: int, ranks: int) -> Shards:
-    """ZeRO: stage 1 divides the optimizer's states, 2 gradients too, 3 weights too."""
-    if stage not in (0, 1, 2, 3):
-        raise RecipeError(f"ZeRO stage {format_value(stage)} unknown; known: 0, 1, 2, 3")
-    if ranks < 1:
-        raise RecipeError(f"ZeRO over {format_value(ranks)} ranks: give at least 1")
-    return Shards(stage, ranks, ranks)
 
 
 def _share(held: SplitBytes, here: int, whole: int) -> SplitBytes:

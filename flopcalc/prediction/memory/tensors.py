@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flopcalc.base.errors import RecipeError, format_nearest, format_value
 from flopcalc.base.number_formats import find_computed
-from flopcalc.base.vocabulary import KERNELS, Execution
+from flopcalc.base.vocabulary import Execution
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Linear, Norm, Op, Pointwise, Stage, iterate, join
@@ -76,13 +75,8 @@ class Placed(NamedTuple):
     gradient: int
 
 
-def list_kinds(estimator: Estimator) -> tuple[int, ...]:
-    """The kind of every language layer, by number: layers of one stage and the same ops are alike."""
-    return tuple(_number_layers(estimator).values())
-
-
-def _number_layers(estimator: Estimator) -> dict[tuple[str, int], int]:
-    """Path and number of every language layer -> its kind."""
+def number_layers(estimator: Estimator) -> dict[tuple[str, int], int]:
+    """Path and number of every language layer -> its kind: layers of one stage and the same ops are alike."""
     found: dict[tuple[str, int], int] = {}
     many = 0
     for stage in estimator.stages:
@@ -109,9 +103,6 @@ class Step:
         is_light: bool = False,
         expert_imbalance: float = 1.0,
     ) -> None:
-        if attention not in ("sdpa", *KERNELS):
-            near = format_nearest(str(attention), ("sdpa", *KERNELS))
-            raise RecipeError(f"attention {format_value(attention)} unknown.{near} Known: sdpa, {', '.join(KERNELS)}")
         self.estimator = estimator
         self.load = load
         # In decoding the last call is the largest, and one call is there at a time.
@@ -216,7 +207,7 @@ class Step:
                 outside += entry.bytes * entry.count
         trained, owing, shared = self.read_blocks()
         weights, wide = self.count_weights(), list_wide_saved(self.estimator)
-        numbers, sums = _number_layers(self.estimator), self._sum_kinds()
+        numbers, sums = number_layers(self.estimator), self._sum_kinds()
         parts = []
         is_past = False
         for stage, entries in zip(stages, inside, strict=True):
@@ -246,7 +237,7 @@ class Step:
 
     def _sum_kinds(self) -> dict[int, tuple[SplitBytes, SplitBytes]]:
         """Kind of layers -> bytes of their weights, and parameters that get a gradient."""
-        numbers, (trained, _, _) = _number_layers(self.estimator), self.read_blocks()
+        numbers, (trained, _, _) = number_layers(self.estimator), self.read_blocks()
         found: dict[int, tuple[SplitBytes, SplitBytes]] = {}
         for block, row, _ in self.estimator.rows(self.load, "full"):
             gets = self._find_stage(block) in trained
