@@ -30,7 +30,7 @@ def find_trained_rank(row: Row) -> int:
 def name_module(block: Block, op: Op) -> str:
     """A module's path with its layer's number folded to *."""
     path = f"{block.path}.*" if block.layers is not None else block.path
-    return f"{path}.{op.name}".rstrip(".")
+    return join(path, op.name)
 
 
 def find_reader(ops: Sequence[Op], place: int) -> Op | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Stage, iterate
+from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Stage, iterate, join
 from flopcalc.prediction.work import TensorSplit
 
 
@@ -49,7 +49,7 @@ def list_wide(estimator: Estimator) -> set[str]:
         found |= {path, stage.path}
         ops = [op for chain in count_chains(stage) for op in iterate(chain)]
         whole = [op for op in ops if op.kind == "embed" or (isinstance(op, Norm) and not op.over)]
-        found |= {f"{path}.{op.name}".rstrip(".") for op in whole}
+        found |= {join(path, op.name) for op in whole}
     return found
 
 
@@ -61,5 +61,5 @@ def list_wide_saved(estimator: Estimator) -> set[str]:
         for chain in count_chains(stage):
             for op, sided in find_sides(list(iterate(chain))).items():
                 if sided.side in ("column", "whole") and isinstance(op, Linear) and op.reads_stream:
-                    found.add(f"{path}.{op.name}".rstrip("."))
+                    found.add(join(path, op.name))
     return found

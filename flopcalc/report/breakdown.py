@@ -49,7 +49,7 @@ def describe_work(estimate: Estimate) -> str:
     estimator, load, times = estimate.terms[0]
     pieces: list[str] = [load.phase]
     if estimate.pipeline is not None:
-        pieces = _describe_sampling(estimate.pipeline, load.rows)
+        pieces = _describe_sampling(estimate.pipeline, load.rows // estimate.pipeline.joined)
         times = times if estimate.pipeline.phase == "train" else 1
     elif load.layout == "packed" and load.documents is not None:
         pieces.append(f"{len(load.documents)} documents packed into {load.rows} × {load.seq} tokens")

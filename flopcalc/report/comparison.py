@@ -34,6 +34,8 @@ def format_comparison(columns: list[Column], *, is_markdown: bool) -> str:
     """A column for each model or workload, then the notes of all."""
     rows = [[name, *(read(column) for column in columns)] for name, read in _ROWS.items()]
     rows = [row for row in rows if row[0] not in _RARE or set(row[1:]) != {"-"}]
+    if all(column.estimate.terms[0].estimator.formats.is_default for column in columns):  # bf16, as most models are
+        rows = [row for row in rows if row[0] not in ("weights", "computed in")]
     parts = [column.estimate.by_component() for column in columns]
     for part in parts[0]:
         if any(sum(part_sums[part]) for part_sums in parts):
@@ -62,10 +64,8 @@ _ROWS: dict[str, Callable[[Column], str]] = {
     "active": lambda each: (
         format_parameters(each.estimate.parameters["active"]) if "active" in each.estimate.parameters else "not known"
     ),
-    "weights": lambda each: _format_formats(
-        each.estimate, format_bytes(sum(held.total_bytes for held in each.estimate.weights))
-    ),
-    "computed in": lambda each: _format_formats(each.estimate, ", ".join(each.estimate.by_dtype())),
+    "weights": lambda each: format_bytes(sum(held.total_bytes for held in each.estimate.weights)),
+    "computed in": lambda each: ", ".join(each.estimate.by_dtype()),
     "tokens": lambda each: f"{each.estimate.tokens:,}",
     "convention": lambda each: each.estimate.convention,
     "forward": lambda each: format_flops(each.estimate.forward),
@@ -86,8 +86,3 @@ _RARE = (
     "MFU",
     "HFU",
 )  # rows where some column has them
-
-
-def _format_formats(estimate: Estimate, text: str) -> str:
-    """Nothing where all is bf16, as most models are."""
-    return "-" if estimate.terms[0].estimator.formats.is_default else text

@@ -10,6 +10,7 @@ from flopcalc.base.units import (
     format_amount,
     format_bytes,
     format_count,
+    format_duration,
     format_flops,
     format_parameters,
     format_rate,
@@ -134,7 +135,7 @@ def _describe_run(run: Run) -> list[tuple[str, str]]:
     share = f"an MFU of {100 * run.mfu:.1f} %"
     if run.is_lower_bound:
         share = f"100 % of the peak: a lower bound, {spell('mfu', '40%')} says what you expect"
-    days = f" ({format_amount(run.gpu_hours / run.gpus / 24)} days on {run.gpus:,})" if run.gpus > 1 else ""
+    days = f" ({format_duration(run.gpu_hours / run.gpus / 24)} on {run.gpus:,})" if run.gpus > 1 else ""
     return [*lines, ("GPU-hours", f"{format_amount(run.gpu_hours)}{days} at {share}")]
 
 

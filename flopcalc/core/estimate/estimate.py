@@ -251,7 +251,8 @@ class Estimate(Value):
         """Sequences (of a model without text, samples) of a step, on all GPUs."""
         terms = self.terms[:1] if self.pipeline is not None else self.trained.terms
         is_step = self.pipeline is None or self.pipeline.phase == "train"
-        return sum(load.rows * (times if is_step else self.replicas) for _, load, times in terms)
+        joined = 1 if self.pipeline is None else self.pipeline.joined
+        return sum(load.rows // joined * (times if is_step else self.replicas) for _, load, times in terms)
 
     def move(self, device: Device) -> Estimate:
         """The same work on a device: its kernel where none was asked for, and what was measured on it."""
@@ -583,14 +584,15 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
     is_mixed = len({other.layout for _, other, _ in estimate.trained.terms}) > 1
     is_step = estimate.pipeline is None or estimate.pipeline.phase == "train"
     images = patches = visual = 0
+    joined = 1 if estimate.pipeline is None else estimate.pipeline.joined
     # Of a pipeline, the first part's: all of them work on the same images.
     for estimator, other, copies in estimate.terms[:1] if estimate.pipeline is not None else estimate.trained.terms:
         copies = 1 if estimate.pipeline is not None and estimate.pipeline.phase != "train" else copies
-        images += len(other.all_grids) * copies
-        patches += estimator.count_patches(other) * copies
-        visual += estimator.count_visual_tokens(other) * copies
+        images += len(other.all_grids) // joined * copies
+        patches += estimator.count_patches(other) // joined * copies
+        visual += estimator.count_visual_tokens(other) // joined * copies
     return {
-        "batch": load.rows,
+        "batch": load.rows // joined,
         "seq": load.seq,
         "lengths": list(load.documents) if load.documents is not None else None,
         "layout": "mixed" if is_mixed else load.layout,

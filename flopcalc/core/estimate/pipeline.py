@@ -190,8 +190,9 @@ class PipelineEstimator(Estimator):
         for other in terms[1:]:
             whole += other
         run = Sampling(
-            phase, width, height, frames, text, steps if samples else None, guided if samples else None, tuple(runs)
-        )
+            phase, width, height, frames, text, steps if samples else None, guided if samples else None, tuple(runs),
+            passes // calls if runs[0].kind == _DENOISER else 1,
+        )  # fmt: skip
         return Estimate(whole.terms, whole.flops, (*notes, *whole._notes), run)
 
     def _check(self, asked: SampleRequest, samples: bool) -> None:

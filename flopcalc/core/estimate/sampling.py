@@ -29,6 +29,7 @@ class Sampling(NamedTuple):
     sampling_steps: int | None  # None in training
     guidance: bool | None
     parts: tuple[PartRun, ...]
+    joined: int = 1  # passes of guidance that are one call: rows of it for each sample
 
     def to_dict(self) -> dict[str, Any]:
         parts = [
@@ -43,8 +44,7 @@ class Sampling(NamedTuple):
             }
             for part in self.parts
         ]
-        sizes = self._asdict()
-        del sizes["phase"]
+        sizes = {name: value for name, value in self._asdict().items() if name not in ("phase", "joined")}
         return {**sizes, "parts": parts}
 
     def times(self, many: int) -> Sampling:

@@ -57,8 +57,8 @@ def test_sampling_is_steps_of_the_denoiser_and_one_run_of_the_others() -> None:
     ("name", "default", "runs"),
     [
         ("flux.1-schnell", False, {"transformer": 2, "text_encoder": 1}),
-        ("sd-1.5", True, {"unet": 2, "text_encoder": 2}),
-        ("sdxl-base", True, {"unet": 2, "text_encoder": 1, "text_encoder_2": 1, "vae": 1}),
+        ("sd-1.5", True, {"unet": 1, "text_encoder": 2}),
+        ("sdxl-base", True, {"unet": 1, "text_encoder": 1, "text_encoder_2": 1, "vae": 1}),
         ("qwen-image", False, {"transformer": 2, "vae": 1}),
     ],
 )
@@ -385,3 +385,20 @@ def test_plans_and_reentrant_checkpointing_are_refused() -> None:
         plan("sd-1.5", tokens="1T", device="h100-sxm", gpus=8)
     with pytest.raises(RecipeError, match="not reentrant"):
         bind("sd-1.5", recompute="full-reentrant")
+
+
+@pytest.mark.parametrize(
+    ("name", "guidance", "runs"),
+    [("sdxl-base", "on", 2), ("sd3-medium", "on", 2), ("sd3-medium", "off", 2), ("qwen-image", "on", 4)],
+)
+def test_passes_that_are_one_call_are_one_run_of_twice_the_batch(name: str, guidance: str, runs: int) -> None:
+    found = estimate_flops(name, images=[(512, 512)], sampling_steps=2, guidance=guidance, batch_size=3)
+    assert found.pipeline is not None
+    assert found.pipeline.parts[0].runs == runs
+    assert (found.to_dict()["workload"]["batch"], found.to_dict()["workload"]["images"], found.global_batch) == (
+        3,
+        3,
+        3,
+    )
+    text = estimate_flops(name, images=[(512, 512)], sampling_steps=2, guidance=guidance, batch_size=3, parts="text")
+    assert (text.to_dict()["workload"]["batch"], text.global_batch) == (3, 3)
