@@ -522,7 +522,11 @@ class Clock:
     def evidence(self) -> dict[str, Any]:
         machine = self.machine
         provenance = machine.constants["provenance"]
+        known = "published kernels" if machine.has_kernels else "data sheet"
+        if machine.is_measured:
+            known = "this machine measured" if machine.is_own else "this kind of GPU measured"
         return {
+            "class": f"{known}, operators {'recorded' if self.is_recorded else 'borrowed'}",
             "device": machine.device.id,
             "is_measured": machine.is_measured,
             "kernels": machine.system["provenance"]["source"] if machine.system and machine.has_kernels else None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class Autocast(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if not _running:
+            return func(*args, **kwargs)
         if name == "cross_entropy" and args[0].dtype is torch.bfloat16:
             # It tells its softmax the format of its scores, which autocast then leaves; what follows is widened.
             given = {key: value for key, value in kwargs.items() if key != "label_smoothing"}
@@ -64,6 +67,16 @@ class Autocast(TorchFunctionMode):
         if id(tensor) not in self._weights:
             self._weights[id(tensor)] = tensor.to(torch.bfloat16)
         return self._weights[id(tensor)]
+
+
+@contextmanager
+def below() -> Iterator[None]:
+    """Inside, nothing is cast: what one of torch's own operators does, which autocast sees as a whole."""
+    kept, _running[:] = _running[:], []
+    try:
+        yield
+    finally:
+        _running[:] = kept
 
 
 def narrow(tensors: Iterable[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from transformers.integrations import sdpa_attention
 
 from flopcalc.measure.counters.flop_counter import watch_modules
 from flopcalc.measure.operator_kinds import classify
-from lab.operators.autocast import narrow
+from lab.operators.autocast import below, narrow
 
 __all__ = ["Event", "Kept", "Trace", "trace_operators"]
 
@@ -411,7 +411,9 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
         if isinstance(attn_mask, torch.Tensor):
             if any(attn_mask is each for each in biases):  # no fused kernel reads it as it lies in memory
                 tracing.add("attend", "attention_plain")
-                return _attend_plainly(query, key, value, attn_mask, **kwargs)
+                given = narrow((query, key, value, attn_mask))
+                with below():
+                    return _attend_plainly(*given, **kwargs)
             kind = "attention_masked"
             if attn_mask.requires_grad:
                 kind, bias = "attention_biased", attn_mask.expand(*query.shape[:-1], attn_mask.shape[-1])

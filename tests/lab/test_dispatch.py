@@ -15,7 +15,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.measure.hf.examples import find_example, make_estimator
 from lab.operators import __main__ as command
 from lab.operators import comparing, configs
-from lab.operators.autocast import Autocast, narrow
+from lab.operators.autocast import Autocast, below, narrow
 from lab.operators.comparing import compare
 from lab.operators.dispatch import trace_operators
 
@@ -321,6 +321,14 @@ def test_autocast_leaves_the_softmax_of_a_loss_in_the_format_of_its_scores() -> 
         loss = torch.nn.CrossEntropyLoss()(scores, targets)
     assert loss.dtype is torch.float32
     assert loss == torch.nn.functional.nll_loss(scores.log_softmax(1).float(), targets)
+
+
+def test_autocast_sees_one_of_torchs_own_operators_as_a_whole() -> None:
+    one = torch.ones(2, 2)
+    with Autocast():
+        with below():
+            assert (one @ one).dtype == torch.float32
+        assert (one @ one).dtype == torch.bfloat16
 
 
 def test_autocast_casts_a_weight_once() -> None:
