@@ -241,7 +241,7 @@ def read_grids(value: object, what: str, minimum: int = 1) -> tuple[Grid, ...]:
         return value
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if type(value) in (tuple, list) and set(map(type, value)) <= {tuple, list} and set(map(len, value)) == {3}:
+    if isinstance(value, (tuple, list)) and {tuple, list}.issuperset(map(type, value)) and set(map(len, value)) == {3}:
         sizes = list(chain.from_iterable(value))  # the usual case
         if set(map(type, sizes)) == {int} and min(sizes) >= minimum and max(sizes) < 10**9:
             return _ReadGrids([(t, h, w) for t, h, w in value])
