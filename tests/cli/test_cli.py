@@ -591,7 +591,7 @@ def test_one_name_for_one_thing(capsys: Capture) -> None:
     before, after = (run_json(capsys, "estimate", *arguments) for arguments in (old, new))
     notes = after.pop("notes")
     assert after == {key: value for key, value in before.items() if key != "notes"}
-    spelled = "--seq 4k = 4,096; --gpus 1k = 1,024; --step-time 500ms = 0.5 s"
+    spelled = "--seq 4k = 4,096; --gpus 1k = 1,024"
     assert sorted(set(notes) - set(before["notes"])) == [spelled]
     behind = run_json(capsys, "estimate", "--seq", "4096", "llama-3.2-1b")
     assert behind == run_json(capsys, "estimate", "--model", "llama-3.2-1b", "--seq", "4096")
@@ -638,7 +638,7 @@ def test_whole_run(capsys: Capture, arguments: tuple[str, ...], mfu: Any, is_bou
         peak = 989.4e12 if "h200" in arguments else 1e12
         assert found["mfu"] == mfu
         assert found["gpu_hours"] == pytest.approx(steps * total / (peak * mfu) / 3600)
-        assert ("days on 1,024" in text) == ("1k" in arguments)
+        assert (re.search(r"\d (s|min|h|days) on 1,024", text) is not None) == ("1k" in arguments)
 
 
 def test_a_run_counts_whole_steps_under_its_convention(capsys: Capture) -> None:
@@ -927,7 +927,7 @@ def test_formats_of_products_and_weights(capsys: Capture) -> None:
     out = run(capsys, *call, "--by", "dtype", "--format", "csv")
     assert [line.split(",")[0] for line in out.split()] == ["dtype", "fp8", "bf16"]
     out = run(capsys, "compare", "llama-3.2-1b", "llama-3.2-1b@weights=int4", "--seq", "64")
-    assert re.search(r"computed in +- +bf16", out)
+    assert re.search(r"computed in +bf16 +bf16", out)
     assert "computed in fp8; the weight is stored in fp8" in run(capsys, "explain", *call[1:], "--op", "*q_proj")
 
 

@@ -374,7 +374,7 @@ def make_bomb(table: str, entry: str) -> str:
         ("a.yaml", "nothing: known", "not a launch file of axolotl, LLaMA-Factory"),
         ("a.yaml", "base_model: 3\n", "a.yaml: base_model must be a name or path, not 3"),
         ("a.yaml", "base_model: gpt2\nsequence_len: -4\n", "a.yaml: sequence_len must be at least 1, not -4"),
-        ("a.yaml", "base_model: gpt2\nadapter: lora\nsequence_len: 8\n", "asks for LoRA, but no key says its targe"),
+        ("a.yaml", "base_model: mamba-130m\nadapter: lora\nsequence_len: 8\n", "PEFT has none by default for mamba"),
         ("a.yaml", "micro_batch_size: 1\nsequence_len: 8\n", "no known model in it; name the model yourself"),
         ("a.yaml", "base_model: no/such-model\nsequence_len: 8\n", "'no/such-model' is not a path"),
         ("a.yaml", "base_model: gpt2\nx: &x [*x]\n", "a.yaml: more than 10,000 entries, the most that is read"),
@@ -433,7 +433,7 @@ def test_the_pixel_limit_needs_an_image(tmp_path: Path) -> None:
 
 def test_every_framework_has_its_table() -> None:
     folder = Path(__file__).parents[2] / "flopcalc" / "setup" / "launch"
-    assert {path.stem for path in folder.glob("*.toml")} == {*FRAMEWORKS, "noted"}
+    assert {path.stem for path in folder.glob("*.toml")} == {*FRAMEWORKS, "noted", "peft"}
 
 
 BASE = "per_device_train_batch_size: 1\nmax_length: 8\nmodel_name_or_path: gpt2\n"
