@@ -31,8 +31,8 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
             "tensorboard_dir": os.environ.get("TENSORBOARD_LOGGING_DIR"),  # where the Trainer's own values go
             **_find_shares(args),
         }
-        cast = "bf16" if args.bf16 else "fp16" if args.fp16 else "none"
-        self._open([called, *others], args.output_dir or ".", found, cast if hasattr(called, "_orig_mod") else None)
+        cast = ("bf16" if args.bf16 else "fp16" if args.fp16 else "none") if hasattr(called, "_orig_mod") else None
+        self._open([called, *others], args.output_dir or ".", found, cast)
         if getattr(args, "use_vllm", False) and self.monitor is not None:
             self.monitor.expect_pass("rollout")
         self._has_threads = args.n_gpu > 1
