@@ -220,9 +220,8 @@ class Window:
 
 
 def _scale(flops: Formats, factor: float) -> Formats:
-    if factor == 1.0:
-        return flops  # an exact count stays one
-    return {name: each * factor for name, each in flops.items()}
+    # An exact count stays one.
+    return flops if factor == 1.0 else {name: each * factor for name, each in flops.items()}
 
 
 def _add_formats(sums: dict[str, float], flops: Formats) -> None:

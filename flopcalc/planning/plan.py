@@ -79,7 +79,7 @@ def plan_setup(setup: Setup) -> Plan:
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed: {why}")
     notes += _describe_indivisible(gpus, global_batch) if setup.get("pp") is None else []
     given = {name: setup.get(name) for name in DEGREES}
-    given["recompute"] = _read_recompute(setup)
+    given["recompute"] = "full" if setup.get("gradient_checkpointing") else setup.get("recompute")
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
     total_tokens = int(tokens)
 
@@ -212,12 +212,6 @@ def _check_imbalance(value: object) -> float:
             f"{format_value(value)}"
         )
     return float(value)
-
-
-def _read_recompute(setup: Setup) -> Any:
-    if setup.get("gradient_checkpointing"):
-        return "full"
-    return setup.get("recompute")
 
 
 def _find_sample(setup: Setup, notes: list[str]) -> tuple[Estimator, Workload, Any]:

@@ -328,9 +328,8 @@ class Clock:
 
     def slower(self, totals: Totals | None = None) -> float:
         """How many times longer the power limit makes what the clock bounds."""
-        if not self.machine.is_measured:  # what such a device keeps up is taken from what others were seen to
-            return 1.0
-        return slow_down(self.constants["power"], self.rate(totals))
+        # What a device that was not measured keeps up is taken from what others were seen to.
+        return slow_down(self.constants["power"], self.rate(totals)) if self.machine.is_measured else 1.0
 
     def rate(self, totals: Totals | None = None) -> float:
         """Share of the peak that products and attention keep up over the whole step, at the full clock.

@@ -134,16 +134,14 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     asked = flags.get("kv_cache", engine.cache_of.get(weights, "auto"))
     if formats.kv_cache is None and asked != "auto":
         formats = formats.replace(kv_cache="fp8" if asked.startswith("fp8") else asked)
-    if {"vision", "audio"} & {stage.group for stage in estimator.stages}:
-        notes.append(
-            f"images and sound are not timed: {spell('input_len')} holds their tokens, and no tower's time is in it"
-        )
     model = read_model(estimator if formats == setup.formats else bind_setup(setup.replace(formats=formats), "model"))
     traffic = read_traffic(setup, model, source)
     prompts, _, _ = make_requests(traffic._replace(concurrency=1), Deployment())
     computed = sum(each.input - each.cached for each in prompts) / len(prompts)
     shortest = min((each.input for each in traffic.requests), default=traffic.input.low)
     media = read_media(estimator, setup.work.inputs, shortest, computed, notes)
+    if not media.kernels and {"vision", "audio"} & {stage.group for stage in estimator.stages}:
+        notes.append("prompts are text alone: give images, videos or sound, and their towers are timed too")
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
     engine = _set_limits(find_engine(name, device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags)
     room = find_room(model, layout, device, engine, traffic.tokens)

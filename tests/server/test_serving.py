@@ -668,4 +668,4 @@ def test_what_is_printed(name: str, is_said: bool) -> None:
     assert rate == f"tokens/s: {found.times['tokens_per_s'].mid:,.0f}"
     assert any(re.match(r"cost: \$\d+\.\d\d per million", line) for line in lines)
     assert any("by each request's own mean" in line for line in lines)
-    assert any("images and sound are not timed" in note for note in found.notes) == is_said
+    assert any("prompts are text alone" in note for note in found.notes) == is_said

@@ -356,9 +356,7 @@ def _as_object(value: object) -> Any:
 def _eval(node: ast.expr, scope: NameScope, text: str) -> Any:
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = _dotted(node)
-        if name in _CONSTANTS:
-            return _CONSTANTS[name]
-        return _as_object(scope.lookup(name))
+        return _CONSTANTS[name] if name in _CONSTANTS else _as_object(scope.lookup(name))
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.BinOp):

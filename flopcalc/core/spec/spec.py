@@ -512,9 +512,7 @@ class BoundDims:
         missing: MissingNameError | None = None
         for entry in entries:
             try:
-                if entry == name:
-                    return self._read_config(name)
-                return evaluate(entry, self)
+                return self._read_config(name) if entry == name else evaluate(entry, self)
             except MissingNameError as error:
                 missing = missing or error
             except RecursionError:

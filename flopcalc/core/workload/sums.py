@@ -31,9 +31,8 @@ class Sum(Value):
 
     def count(self, load: Workload, counting: Counting) -> int:
         """The sum's value; an encoder's is 0 in decoding, because the encoder has run already."""
-        if load.decoder is not None and load.phase == "decode":
-            return 0
-        return self._count(load, counting)
+        is_done = load.decoder is not None and load.phase == "decode"
+        return 0 if is_done else self._count(load, counting)
 
     def _count(self, load: Workload, counting: Counting) -> int:
         raise NotImplementedError

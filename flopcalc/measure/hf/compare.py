@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.counted import CountedEstimator
-from flopcalc.core.model.bound import BoundModel, bind_model
-from flopcalc.core.model.config import load_config
+from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload, make_workload
 
@@ -58,18 +57,9 @@ def make_executed(model: BoundModel, recipe: Mapping[str, Any]) -> CountedEstima
     return CountedEstimator(model, make_recipe(**recipe), "hardware" if recomputes else "full", "eager")
 
 
-def compare(
-    config: Mapping[str, object],
-    workload: Mapping[str, object],
-    recipe: Mapping[str, object],
-    traced: Mapping[str, object],
-) -> Verdict:
-    """The analytic rows against traced ones: {rows: path -> (forward, backward, recompute), total, trainable}."""
-    return compare_bound(make_executed(bind_model(load_config(dict(config))), recipe), workload, traced)
-
-
 def compare_bound(estimator: CountedEstimator, workload: Mapping[str, Any], traced: Mapping[str, Any]) -> Verdict:
-    """The same with what make_executed gives; with `sums`, the whole step's, the rows may be those of some layers."""
+    """The analytic rows of what make_executed gives against traced ones: {rows: path -> (forward, backward, recompute),
+    total, trainable}; with `sums`, the whole step's, the rows may be those of some layers."""
     estimate = estimator.estimate(make_load(workload))
     ours = {
         row.path: (row.forward, row.backward, row.recompute)

@@ -17,7 +17,6 @@ from flopcalc.base.errors import WorkloadError
 from flopcalc.base.vocabulary import Phase
 from flopcalc.core.model.live import is_sharded
 from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
-from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.meta import unwrap
 from flopcalc.measure.trace.rebind import rebind
 
@@ -100,11 +99,6 @@ def _is_live(value: object) -> bool:
         and value.is_floating_point()
         and not (value.is_meta or isinstance(value, FakeTensor))
     )
-
-
-def count_copy(made: torch.nn.Module, batch: Mapping[str, object], phase: Phase = "train") -> OperatorCount:
-    """A call of what copy_to_meta made, with its own arguments: floats on meta, integers on the host."""
-    return run_counted(made, batch, phase, floats_on_meta())
 
 
 def run_counted(

@@ -12,8 +12,8 @@ from tiers import mark_heavy
 
 from flopcalc import ConfigError, RecipeError, bind, estimate_flops
 from flopcalc.core.model.live import is_sharded
-from flopcalc.measure.hf.models import apply_recipe, build_model
-from flopcalc.measure.trace.copies import copy_to_meta, count_copy
+from flopcalc.measure.hf.models import apply_recipe, build_model, floats_on_meta
+from flopcalc.measure.trace.copies import copy_to_meta, run_counted
 
 FAMILIES = ["llama", "gpt2", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3", "qwen2_vl", "qwen3_vl", "llava"]
 
@@ -138,7 +138,7 @@ def test_several_adapters_are_counted(name: str, recompute: str) -> None:
     model.train()
     ids = torch.ones(2, 13, dtype=torch.long)
     counted = bind(model, convention="hardware", attention_kernel="eager")(2, 13)
-    found = count_copy(copy_to_meta(model), {"input_ids": ids, "labels": ids})
+    found = run_counted(copy_to_meta(model), {"input_ids": ids, "labels": ids}, "train", floats_on_meta())
     assert counted.total == found.total
     parameters = list(model.parameters())
     assert counted.parameters["total"] == sum(each.numel() for each in parameters)

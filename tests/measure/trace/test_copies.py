@@ -13,7 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.measure.trace.copies import copy_to_meta, count_copy
+from flopcalc.measure.hf.models import floats_on_meta
+from flopcalc.measure.trace.copies import copy_to_meta, run_counted
 from flopcalc.measure.trace.fakes import FakeCopy
 from flopcalc.measure.trace.kernels import without_kernels
 from flopcalc.monitor.instruments import sign
@@ -60,7 +61,7 @@ def hold_the_layer(model: Any) -> None:
 WRAPPERS = [wrap_in_a_closure, wrap_twice, wrap_in_a_partial, hold_the_layer]
 COUNTERS: list[Callable[[torch.nn.Module, Any], Any]] = [
     lambda model, batch: FakeCopy(model).count(batch),
-    lambda model, batch: count_copy(copy_to_meta(model), batch),
+    lambda model, batch: run_counted(copy_to_meta(model), batch, "train", floats_on_meta()),
 ]
 
 
