@@ -182,6 +182,7 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
         advise=setup.get("advise", True),
         transformers=setup.get("transformers"),
         timeline=setup.get("timeline", False),
+        clip_gradients=setup.get("clip_gradients", False),
         hf_trainer=setup.get("hf_trainer", False),
     )
     gpus, notes = setup.place.count, list(dict.fromkeys([*found.notes, *counted.notes]))

@@ -65,13 +65,15 @@ def make_work(
     execution: Execution = "eager",
     transformers: str = USUAL,
     in_trainer: bool = False,
+    clips: bool = False,
 ) -> Work:
     """The work of one step, per micro-batch `load`.
 
     Products and attention come from the op list; everything else from the operators recorded of the model's family or,
     where `execution` is fused, from what fused kernels move. `kernel` is eager (attention as plain products and a
     softmax) or a fused kernel; without, the device picks. `transformers` is the version whose code runs;
-    `in_trainer`: with what HF's Trainer does around a step.
+    `in_trainer`: with what HF's Trainer does around a step; `clips`: what `torch.nn.utils.clip_grad_norm_` does before an
+    optimizer's step.
     """
     rows = estimator.rows(load, "hardware")
     is_fused = execution == "fused"
@@ -110,7 +112,7 @@ def make_work(
     stored = 4 if estimator.formats.narrows_weights else dtype_bytes  # bytes of a weight
     if in_trainer and load.phase == "train":
         _add_trainer(rows, moved, hosted, is_cast=estimator.formats.narrows_weights)
-    _add_optimizer(rows, load, optimizer, stored, moved, hosted, is_fused, in_trainer)
+    _add_optimizer(rows, load, optimizer, stored, moved, hosted, is_fused, in_trainer, clips)
     return Work(
         tuple(maker.products),
         tuple(maker.attention),
@@ -196,6 +198,7 @@ def _add_optimizer(
     hosted: list[HostCall],
     is_fused: bool,
     in_trainer: bool,
+    clips: bool,
 ) -> None:
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
@@ -214,13 +217,14 @@ def _add_optimizer(
     moved.append(
         MemoryCall("optimizer", "optimizer", "optimizer", optimizer + suffix, *sizes, tensors=tensors, unseen=unseen)
     )
-    if in_trainer:  # it clips: reads every gradient for its norm, then scales it
+    if clips:  # reads every gradient for its norm, then scales it
         sizes = (2 * dtype_bytes * trained, dtype_bytes * trained)
         moved.append(
             MemoryCall("optimizer", "optimizer", "optimizer", "clipping of gradients", *sizes, tensors=tensors)
         )
     if not is_fused:
-        own = load_defaults().work.trainer if in_trainer else dict.fromkeys(("cleared", "optimizer", "fetched"), 0.0)
+        plain = {"cleared": 0.0, "optimizer": float(clips), "fetched": 0.0}
+        own = load_defaults().work.trainer if in_trainer else plain
         cleared = tensors * (1 + own["cleared"]) + own["fetched"]
         ways = (("cleared", cleared), ("optimizer", tensors * (1 + own["optimizer"])))
         hosted += [HostCall("optimizer", "optimizer", way, optimizer, many) for way, many in ways]

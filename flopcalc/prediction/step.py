@@ -186,6 +186,7 @@ def predict_estimate(
     advise: bool = True,
     transformers: str | None = None,
     timeline: bool = False,
+    clip_gradients: bool = False,
     hf_trainer: bool = False,
 ) -> Prediction:
     """Time, utilization and memory of the step whose FLOPs were counted, on one device.
@@ -216,8 +217,8 @@ def predict_estimate(
         raise RecipeError(f"per-sample clipping is counted, not predicted: leave {spell('clipping')} out")
     estimate, kernel, notes = settle_estimate(estimate, kernel, chosen, is_asked=attention_kernel != "auto")
     version = parse_version(transformers) if transformers is not None else USUAL
-    in_trainer = check_flag(hf_trainer, "hf_trainer")
-    settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s, version, timeline, in_trainer)
+    in_trainer, clips = check_flag(hf_trainer, "hf_trainer"), check_flag(clip_gradients, "clip_gradients")
+    settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s, version, timeline, in_trainer, clips)
     if host_factor != 1 and chosen in ("graphs", "fused"):
         notes.append(f"execution {chosen} has no host time for each operator, so a host factor changes nothing")
     if chosen == "graphs":
@@ -284,6 +285,7 @@ class _Settings(NamedTuple):
     transformers: str = USUAL
     has_events: bool = False
     in_trainer: bool = False
+    clips: bool = False
 
     @property
     def is_compiled(self) -> bool:
@@ -338,6 +340,7 @@ def _make_clock(estimate: Estimate, settings: _Settings, is_captured: bool = Fal
             execution=settings.execution,
             transformers=settings.transformers,
             in_trainer=settings.in_trainer,
+            clips=(settings.clips or settings.in_trainer) and not i,
         )
         clock.add(work, times, load)
     return clock

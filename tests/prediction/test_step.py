@@ -139,7 +139,7 @@ CALL = Attention("", "", "forward", "full", 2, 8, 4, 64, 32, 100, 100)
         ({"kernel": "eager"}, 2.0 * 2 * 8 * 100 * 100 * (64 + 32)),
         ({"mask": "window", "window": 10}, 2.0 * 2 * 8 * 128 * 128 * (64 + 32)),  # a mask: all pairs
         ({"mask": "decode", "length": 1}, 2.0 * 2 * 8 * 100 * (64 + 32)),
-        ({"direction": "backward"}, 2.5 * 2.0 * 2 * 8 * 128 * 128 * (64 + 32)),
+        ({"direction": "backward"}, 2.0 * 2 * 8 * 128 * 128 * (3 * 64 + 2 * 32)),
         ({"calls": 3}, 3 * 2.0 * 2 * 8 * 128 * 128 * (64 + 32)),
     ],
 )
@@ -1048,7 +1048,7 @@ def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_trainer_clips_gradients_and_reads_the_loss() -> None:
     estimator = bind("gpt2-medium", convention="hardware", device="h200")
     load, parameters = make_workload(1, 512), 354_823_168
-    plain, trained = (make_work(estimator, load, in_trainer=each) for each in (False, True))
+    plain, trained = (make_work(estimator, load, in_trainer=each, clips=each) for each in (False, True))
     (added,) = set(trained.moved) - set(plain.moved)
     assert (added.reads, added.writes, added.tensors) == (4 * parameters, 2 * parameters, 292)
     modules = plain.dispatched["forward module"]

@@ -354,7 +354,7 @@ def test_weights_that_an_engine_quantizes_as_it_loads_them() -> None:
     assert asked[0].room.weights < 0.6 * asked[2].room.weights
     assert all("--quantization fp8" in found.command for found in asked[:2])
     found = flopcalc.serving("Qwen/Qwen3-32B-AWQ", **_ASKED, engine_args="--quantization awq")
-    assert "Qwen/Qwen3-32B-AWQ is counted as preset qwen3-32b (same layer sizes)" in found.notes
+    assert "Qwen/Qwen3-32B-AWQ is counted as preset qwen3-32b (same layer sizes), AWQ in 4 bits" in str(found.notes)
     assert any(note.startswith("weights in awq, as published") for note in found.notes)
 
 

@@ -69,7 +69,7 @@ def test_command_line(copy: Path) -> None:
 def test_python_and_page(copy: Path) -> None:
     wrong, *_, field = run(copy, "-c", ASK_PAGE).splitlines()
     assert wrong == "epochs must be at least 1, not 0"
-    assert field == "[{'name': 'epochs', 'kind': 'text', 'hint': '1'}]"
+    assert field == "[{'name': 'epochs', 'kind': 'text', 'hint': '1', 'commands': ('estimate',)}]"
 
 
 def test_schema(copy: Path) -> None:

@@ -228,7 +228,7 @@ def test_launch_file_equals_the_command_line(tmp_path: Path, capsys: Capture) ->
     assert found["setup"]["seq"] == "4096"
     assert ask("flops", found["setup"])["estimate"]["flops"] == printed["flops"]
     assert found["notes"][0].startswith("taken from qlora.yml (axolotl): model Qwen/Qwen3-8B from base_model;")
-    assert found["notes"][1] == "not understood in the launch file: my_own_key"
+    assert found["notes"][1] == "not taken from the launch file: my_own_key"
 
 
 @pytest.mark.parametrize(
