@@ -72,8 +72,8 @@ def make_work(
     Products and attention come from the op list; everything else from the operators recorded of the model's family or,
     where `execution` is fused, from what fused kernels move. `kernel` is eager (attention as plain products and a
     softmax) or a fused kernel; without, the device picks. `transformers` is the version whose code runs;
-    `in_trainer`: with what HF's Trainer does around a step; `clips`: what `torch.nn.utils.clip_grad_norm_` does before an
-    optimizer's step.
+    `in_trainer`: with what HF's Trainer does around a step; `clips`: with what `torch.nn.utils.clip_grad_norm_` does
+    before an optimizer's step.
     """
     rows = estimator.rows(load, "hardware")
     is_fused = execution == "fused"

@@ -293,6 +293,68 @@ def test_fsdp(tmp_path: Path, kind: str, recipe: dict[str, Any]) -> None:
     assert found[0].metrics["perf/hfu"] * machine == pytest.approx(flops, rel=1e-9)
 
 
+def train_deepspeed(talk: Talk, store: Any, folder: str, stage: int) -> Outcome:  # noqa: ARG001
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+    os.environ |= {"WORLD_SIZE": f"{world}", "LOCAL_SIZE": f"{world}"}
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS, "zero_allow_untested_optimizer": True, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }  # fmt: skip
+    batch = make_batch(8 * (rank + 1), rank)
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        engine, *_ = deepspeed.initialize(model=build(), config=config, dist_init_required=False)
+
+        def run() -> Any:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return engine, run
+
+    return train_twice(folder, settings(), make)
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")  # fairscale's own
+def test_fairscales_wrapper(tmp_path: Path) -> None:
+    """fairscale's checkpoint_wrapper puts another `forward` on each layer."""
+    pytest.importorskip("fairscale", reason="fairscale is not installed")
+    from fairscale.nn import checkpoint_wrapper
+
+    batch = make_batch(8, 0)
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        model = build()
+        for layer in model.model.layers:
+            checkpoint_wrapper(layer)
+        return model, lambda: run_model(model, batch)
+
+    found = train_twice(str(tmp_path), settings(), make)
+    assert (found.losses, found.said) == (found.plain, [])
+    executed = flopcalc.bind(CONFIG, recompute="full-reentrant", convention="hardware")(ROWS, 8).total
+    metrics = found.metrics
+    assert (metrics["perf/model_flops"], metrics["perf/hardware_flops"]) == (count(8), executed)
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")  # DeepSpeed's own
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed(tmp_path: Path, stage: int) -> None:
+    """ZeRO in its three stages, which shards optimizer states, gradients and parameters."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    with run_ranks(2, train_deepspeed, str(tmp_path), stage) as ranks:
+        found = hear_all(ranks)
+    check_machine(found[0].metrics, count(8, 16), ROWS * (8 + 16), 2)
+
+
 def train_wrapped_later(talk: Talk, store: Any, folder: str, is_sharded: bool) -> Outcome:  # noqa: ARG001
     """The monitor is given the model before that is wrapped or sharded."""
     import torch
@@ -774,5 +836,5 @@ def test_the_docs_name_tests_that_exist() -> None:
     _, _, rest = (ROOT / "docs" / "monitor.md").read_text(encoding="utf-8").partition("| layout |")
     rows = rest.partition("\n\n")[0].splitlines()[2:]
     named = [row.rstrip(" |").rpartition("| ")[2].strip("`") for row in rows]
-    assert len(named) == 14
+    assert len(named) == 16
     assert set(named) <= globals().keys()

@@ -25,8 +25,8 @@ def set_expert_host(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Another time of the host for each product of experts."""
     known = load_defaults()
     changed = known._replace(device=known.device._replace(expert_host_s=seconds))
-    for module in ("constants", "defaults"):
-        monkeypatch.setattr(f"flopcalc.prediction.kernels.{module}.load_defaults", lambda: changed)
+    for name in ("constants", "defaults"):
+        monkeypatch.setattr(f"flopcalc.prediction.kernels.{name}.load_defaults", lambda: changed)
 
 
 @pytest.fixture(autouse=True)

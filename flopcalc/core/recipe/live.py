@@ -225,11 +225,13 @@ def plain_name(name: str) -> str:
 
 
 def list_wrapped(model: Any) -> dict[str, bool]:
-    """Modules in torch's checkpoint_wrapper, by plain name, and whether it is the reentrant one."""
+    """Modules in torch's or fairscale's checkpoint_wrapper, by plain name, and whether it is a reentrant one."""
     return {
-        plain_name(f"{path}.")[:-1]: "NO_" not in str(getattr(module, "checkpoint_impl", "NO_"))
+        plain_name(f"{path}.")[:-1]: is_fairscale or "NO_" not in str(getattr(module, "checkpoint_impl", "NO_"))
         for path, module in model.named_modules()
-        if "_checkpoint_wrapped_module" in module._modules
+        for patched in [getattr(vars(module).get("forward"), "func", None)]
+        for is_fairscale in [getattr(patched, "__name__", "") == "_checkpointed_forward"]
+        if is_fairscale or "_checkpoint_wrapped_module" in module._modules
     }
 
 
