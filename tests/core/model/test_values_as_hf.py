@@ -11,6 +11,8 @@ from tiers import mark_heavy
 
 from flopcalc.base.data import list_data_files
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.core.model.bound import bind_model
+from flopcalc.core.model.config import load_config
 
 Json = dict[str, Any]
 TYPES = tuple(sorted(list_data_files("examples")))
@@ -95,7 +97,7 @@ def put(config: Json, path: tuple[str, ...], value: Any) -> Json:
 def test_values(model_type: str) -> None:
     torch = pytest.importorskip("torch")
     from flopcalc.measure.counters.flop_counter import count_flops
-    from flopcalc.measure.hf.compare import compare, make_load
+    from flopcalc.measure.hf.compare import compare_bound, make_executed, make_load
     from flopcalc.measure.hf.examples import find_example, list_cases, make_estimator, make_inputs, takes
     from flopcalc.measure.hf.kernels import install
     from flopcalc.measure.hf.models import build_model, count_parameters
@@ -145,7 +147,8 @@ def test_values(model_type: str) -> None:
                 wrong.append(f"{said}: HF runs it, but it is refused: {refusal}")
                 continue
             taken += 1
-            if not compare({**named, **changed}, load, {}, traced).is_equal:
+            executed = make_executed(bind_model(load_config({**named, **changed})), {})
+            if not compare_bound(executed, load, traced).is_equal:
                 wrong.append(f"{said}: counted otherwise")
     assert not wrong, "\n".join(wrong)
     assert taken > 0 or model_type in TIED
