@@ -204,7 +204,7 @@ class SetupKeywords(TypedDict, total=False):
     compiled: Annotated[bool, Field("The same as execution compiled.", "hardware", "P", "flag")]
     routing: Annotated[str | os.PathLike[str] | Sequence[int] | Sequence[Sequence[int]], Field("How routers deal tokens out to experts: even, spread:S (standard deviation over the mean, 0 to 1), rows per expert as N,N,…, or a JSON file of rows. Models without experts take even alone.", "hardware", _ALL, "routing", "even|spread:S|N,N,…|FILE", default="even")]
     optimizer: Annotated[Optimizer, Field("adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; adamw-32bit: fp32 states of bf16 weights; adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; lion, sgd, sgd-momentum; none{P:; predict's default: adamw}{L:; plan's default: adamw-master}.", "hardware", "PL", "word", "adamw|adamw-8bit|…", words=OPTIMIZERS)]
-    clip_gradients: Annotated[bool, Field("Scale gradients to a largest norm before each optimizer's step; hf_trainer does it too.", "hardware", "P", "flag")]
+    clip_gradients: Annotated[bool, Field("Scale gradients to a largest norm before each optimizer's step. HF's Trainer always does.", "hardware", "P", "flag")]
     hf_trainer: Annotated[bool, Field("The step runs in HF's Trainer: it also clips gradients and reads the loss after each backward pass.", "hardware", "P", "flag")]
     host_factor: Annotated[Number, Field("Your CPU's slowdown relative to the calibrated host.", "hardware", "P", "number", "F", default="1")]
     transformers: Annotated[str, Field("Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.", "hardware", "P", metavar="VERSION")]
