@@ -153,7 +153,7 @@ def _list_type(kind: str, layers: int) -> list[Json]:
             {**make_case(model, phase, 1, work.get("seq", 0), attention=attention, recompute=recompute),
              "work": {**work, "phase": phase}}
             for recompute in KINDS[kind].get("recompute", ["none"])
-            for phase in ("train", "forward")
+            for phase in KINDS[kind].get("phases", ("train", "forward"))
             if (phase, recompute) != ("forward", "full")
         ]  # fmt: skip
     _, seq, grids = TYPES[kind]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import (
@@ -215,6 +215,7 @@ def predict_estimate(
     machine = Machine(device, kind)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
         raise RecipeError(f"per-sample clipping is counted, not predicted: leave {spell('clipping')} out")
+    passes = estimate.passes
     estimate, kernel, notes = settle_estimate(estimate, kernel, chosen, is_asked=attention_kernel != "auto")
     version = parse_version(transformers) if transformers is not None else USUAL
     in_trainer, clips = check_flag(hf_trainer, "hf_trainer"), check_flag(clip_gradients, "clip_gradients")
@@ -246,8 +247,11 @@ def predict_estimate(
         prediction = _compare_weights(prediction, estimate, machine.device)
         floors = floors._replace(tokens_per_s=None)
         prediction = prediction._replace(tokens_per_s=None, floors=floors)  # people count images and videos
+    if len(passes) > 1:
+        alone = [f"{name} {format_seconds(_predict(each, settings).step_time_s.mid)}" for name, each in passes.items()]
+        notes.append(f"passes of a step, each alone: {', '.join(alone)}; all of them in HF's code, the rollout too")
     if memory:
-        prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
+        prediction = _add_memory(prediction, _hold(settings.find_memory(parts), passes), machine.device)
     notes += [prediction.power.describe()] if prediction.power is not None else []
     notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
@@ -293,7 +297,7 @@ class _Settings(NamedTuple):
 
     def find_memory(self, parts: Sequence[tuple[Estimator, Workload, int]]) -> Memory:
         """The largest micro-batch's."""
-        is_adding = sum(times for _, _, times in parts) > 1
+        is_adding = sum(times for _, load, times in parts if load.phase == "train") > 1
         found = [
             predict_memory(estimator, load, is_adding=is_adding, **self.memory_settings) for estimator, load, _ in parts
         ]
@@ -411,6 +415,16 @@ def _add_generate(prediction: Prediction, tokens: int, host_factor: float, fitte
     )
     found = {"token_s": token_s, "new_length_s": new_s}
     return prediction._replace(generate=found, notes=(*prediction.notes, note))
+
+
+def _hold(memory: Memory, passes: Mapping[str, Estimate]) -> Memory:
+    """With the weights of a reference or teacher, which are there all the while; adapters' reference has none."""
+    trained, frozen = (passes[name].terms[0].estimator if name in passes else None for name in ("train", "reference"))
+    if trained is None or frozen is None or (trained.recipe.lora and trained.source.name == frozen.source.name):
+        return memory
+    held = sum(each.total_bytes for each in passes["reference"].weights)
+    there = {**memory.at_peak, "weights": memory.at_peak["weights"] + held}
+    return memory._replace(weights=memory.weights + held, peak=memory.peak + held, at_peak=there)
 
 
 def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Prediction:

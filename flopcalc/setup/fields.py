@@ -186,7 +186,7 @@ class SetupKeywords(TypedDict, total=False):
     gradient_checkpointing: Annotated[bool, Field("The same as recompute full.", "training", _ALL + "K", "flag")]
     clipping: Annotated[Clipping, Field("Per-sample clipping (DP-SGD) as in Opacus; counted under convention hardware.", "training", "ECXTB", "word", words=CLIPPING, default="none")]
     recipe: Annotated[Recipe | Mapping[str, Any], Field("freeze, train_only, lora, recompute and clipping as one value.", "training", "ECXTPLB", "value", in_doors=False)]
-    objective: Annotated[Objective | Mapping[str, Any] | str, Field("Count all passes of a step of DPO, GRPO, reward training or distillation; grpo needs completion=N, distill teacher=MODEL; none: plain training, the default.", "training", "E", "objective", "dpo|grpo|reward|distill,KEY=VALUE")]
+    objective: Annotated[Objective | Mapping[str, Any] | str, Field("Count all passes of a step of DPO, GRPO, reward training or distillation; grpo needs completion=N, distill teacher=MODEL; none: plain training, the default.", "training", "EP", "objective", "dpo|grpo|reward|distill,KEY=VALUE")]
     # number formats
     compute: Annotated[str, Field("Number format of matrix products, such as bf16, fp16, tf32, fp32 or fp8.", "formats", _ALL, metavar="FORMAT")]
     dtype: Annotated[str, Field("The same as compute; a dtype in the config wins over the default, bf16.", "formats", _ALL, metavar="FORMAT")]
