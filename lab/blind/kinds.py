@@ -461,7 +461,8 @@ def main() -> None:
     elif given.out is None:
         parser.error("measure: --out FILE says where the times go")
     else:
-        measure(given.round, given.out, given.only, given.device, given.budget_s, is_profiled=given.profiled)
+        names = [name.replace("@", " ") for name in given.only]  # a shell's list of words
+        measure(given.round, given.out, names, given.device, given.budget_s, is_profiled=given.profiled)
 
 
 if __name__ == "__main__":
