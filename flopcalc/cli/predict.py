@@ -101,8 +101,8 @@ def _predict(model: str, given: dict[str, Any], memory: bool, has_events: bool =
 
     setup = make_setup("predict", model, given)
     setup = setup.replace(values={**setup.values, "timeline": has_events})
-    settings = list_step_options(setup)
     counted = count(setup, "hardware")
+    settings = list_step_options(setup, counted.estimate)
     if memory and counted.estimate.terms[0].estimator.is_diffusion:
         raise WorkloadError("--memory: the memory of diffusion models is not predicted")
     found = predict_counted(counted, setup)

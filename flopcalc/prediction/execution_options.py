@@ -120,6 +120,23 @@ def find_kernel(device: Device, dtype: str | None, kernel: Kernel) -> PickedKern
     return find_sdpa(device, dtype)
 
 
+USUAL = (
+    "unless said, one GPU and LoRA run HF's eager code with adamw, full training on several GPUs a training "
+    "framework's fused kernels with adamw-master"
+)
+
+
+def choose_usual(gpus: int, estimator: Estimator, phase: str, in_trainer: bool = False) -> tuple[Execution, Optimizer]:
+    """What runs unless it is said: HF's code on one GPU and with LoRA, a training framework on several.
+
+    HF's Trainer runs HF's code on several GPUs too, but keeps float32 weights there. No code of HF trains in fp8.
+    """
+    is_plain = gpus == 1 or estimator.recipe.lora is not None or estimator.is_diffusion or phase != "train"
+    is_narrow = estimator.formats.compute in CAST_FORMATS
+    is_eager = (is_plain or in_trainer) and not is_narrow
+    return "eager" if is_eager else "fused", "adamw" if is_plain and not is_narrow else "adamw-master"
+
+
 def choose_execution(execution: str | None, compiled: bool) -> Execution:
     """The execution asked for, eager without; `compiled` is the short way to say so."""
     if execution is None:

@@ -94,6 +94,7 @@ class Prediction(NamedTuple):
     pause_s: float = 0.0  # after each step
     pue: float | None = None
     grid_g_per_kwh: float | None = None
+    optimizer: str = ""  # of a training step
 
     @property
     def energy(self) -> Energy | None:
@@ -114,6 +115,10 @@ class Prediction(NamedTuple):
     def describe_rate(self) -> str:
         return f"{format_rate(self.rate[0])} {self.rate[1]}/s"
 
+    def describe_optimizer(self) -> str:
+        """The optimizer, and what a parameter takes with it."""
+        return f"{self.optimizer}, {self.memory.describe_parameter()}" if self.memory else self.optimizer
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -122,6 +127,7 @@ class Prediction(NamedTuple):
             "dtype": self.dtype,
             "step_time_s": self.step_time_s._asdict(),
             "execution": self.execution,
+            "optimizer": self.optimizer or None,
             "routing": self.routing,
             "bound": self.bound,
             "device_s": self.device_s,
@@ -384,6 +390,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         routing=estimate.terms[0].estimator.routing_name,
         power=None if model is None else model.find(clock.find_shares(whole)),
         pause_s=settings.pause_s,
+        optimizer=settings.optimizer if estimate.terms[0].load.phase == "train" else "",
     )
 
 

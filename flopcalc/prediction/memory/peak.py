@@ -6,7 +6,7 @@ lies between them is linear), and the optimizer's step; without training, the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -91,13 +91,20 @@ class Memory(NamedTuple):
     moment: str  # loss, backward, optimizer, forward
     at_peak: dict[str, int]  # kind -> bytes; their sum is the peak
     notes: tuple[str, ...] = ()
+    per_parameter: Mapping[str, int] = {}  # bytes of each that trains, by kind; a scale of several numbers left out
 
     def fits(self, device: str | Device) -> bool:
         """Whether the peak fits into the device's memory."""
         return self.peak <= find_capacity(device)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "at_peak": dict(self.at_peak), "notes": list(self.notes)}
+        plain = {"at_peak": dict(self.at_peak), "notes": list(self.notes), "per_parameter": dict(self.per_parameter)}
+        return {**self._asdict(), **plain}
+
+    def describe_parameter(self) -> str:
+        """Bytes that a trained parameter takes, before ZeRO."""
+        parts = ", ".join(f"{name} {size}" for name, size in self.per_parameter.items())
+        return f"{sum(self.per_parameter.values())} bytes per trained parameter ({parts})"
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.at_peak.items() if size)
@@ -143,6 +150,12 @@ class Tensors(NamedTuple):
     ] = ()  # products of layers, one of each shape: autograd gets an unused gradient for them
     head: int = 0  # bytes of the head's weight, which has such a gradient too, while its backward pass runs
     stream: int = 0  # bytes of the tensor that the head reads
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a parameter: the optimizer's states, and the float32 copy of a narrower one."""
+        narrow = self.optimizer.has_master and self.trained_bytes < FLOAT
+        return self.optimizer.states * (self.optimizer.state_bytes or self.trained_bytes) + (FLOAT if narrow else 0)
 
     def __hash__(self) -> int:  # a few numbers suffice: one is looked up for every layout of a plan
         return hash((self.outside, self.loss, self.inputs))
@@ -422,6 +435,7 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
         moment=moment,
         at_peak={kind: there.get(kind, 0) for kind in _KINDS},
         notes=tuple(note for note in tensors.notes if not stays or note != _FREED),
+        per_parameter={"weight": tensors.trained_bytes, "gradient": each, "states": tensors.state_bytes},
     )
 
 
@@ -433,9 +447,7 @@ def count_peak(tensors: Tensors, cut: Cut, shards: Shards, *, is_adding: bool = 
 def _count_states(tensors: Tensors, cut: Cut, shards: Shards) -> int:
     """Bytes of the optimizer's states and of the float32 copy of narrower parameters."""
     optimizer, by = tensors.optimizer, shards.divide(1)
-    narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
-    state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
-    states = divide_held(cut.trained, by, state_bytes)
+    states = divide_held(cut.trained, by, tensors.state_bytes)
     if optimizer.block:
         scales = SplitBytes(*(-(-number // optimizer.block) for number in cut.trained))
         states += divide_held(scales, by, optimizer.states * FLOAT)
