@@ -257,7 +257,7 @@ def predict_estimate(
         alone = [f"{name} {format_seconds(_predict(each, settings).step_time_s.mid)}" for name, each in passes.items()]
         notes.append(f"passes of a step, each alone: {', '.join(alone)}; all of them in HF's code, the rollout too")
     if memory:
-        prediction = _add_memory(prediction, _hold(settings.find_memory(parts), passes), machine.device)
+        prediction = _add_memory(prediction, _hold(settings, parts, passes), machine.device)
     notes += [prediction.power.describe()] if prediction.power is not None else []
     notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
@@ -301,11 +301,12 @@ class _Settings(NamedTuple):
     def is_compiled(self) -> bool:
         return self.execution in ("compiled", "graphs")
 
-    def find_memory(self, parts: Sequence[tuple[Estimator, Workload, int]]) -> Memory:
+    def find_memory(self, parts: Sequence[tuple[Estimator, Workload, int]], *, is_scored: bool = False) -> Memory:
         """The largest micro-batch's."""
         is_adding = sum(times for _, load, times in parts if load.phase == "train") > 1
         found = [
-            predict_memory(estimator, load, is_adding=is_adding, **self.memory_settings) for estimator, load, _ in parts
+            predict_memory(estimator, load, is_adding=is_adding, is_scored=is_scored, **self.memory_settings)
+            for estimator, load, _ in parts
         ]
         return max(found, key=lambda memory: memory.peak)
 
@@ -424,10 +425,16 @@ def _add_generate(prediction: Prediction, tokens: int, host_factor: float, fitte
     return prediction._replace(generate=found, notes=(*prediction.notes, note))
 
 
-def _hold(memory: Memory, passes: Mapping[str, Estimate]) -> Memory:
-    """With the weights of a reference or teacher, which are there all the while; adapters' reference has none."""
-    trained, frozen = (passes[name].terms[0].estimator if name in passes else None for name in ("train", "reference"))
-    if trained is None or frozen is None or (trained.recipe.lora and trained.source.name == frozen.source.name):
+def _hold(
+    settings: _Settings, parts: Sequence[tuple[Estimator, Workload, int]], passes: Mapping[str, Estimate]
+) -> Memory:
+    """A step's memory, with the weights of a reference or teacher, which are there all the while.
+
+    With adapters the model itself is its reference.
+    """
+    is_alike = len({each.terms[0].estimator.source.name for each in passes.values()}) == 1  # no teacher
+    memory = settings.find_memory(parts, is_scored=is_alike and len(passes) > 1)
+    if "reference" not in passes or (is_alike and parts[0][0].recipe.lora is not None):
         return memory
     held = sum(each.total_bytes for each in passes["reference"].weights)
     there = {**memory.at_peak, "weights": memory.at_peak["weights"] + held}

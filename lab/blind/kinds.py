@@ -77,8 +77,9 @@ def predict_step(step: Json, factor: float) -> Any:
         return predict(step["config"], batch_size=batch, phase=work.get("phase", "train"), **given, **usual, **asked)
     counted = estimate_flops(step["config"], batch_size=batch, objective=objective, **given, **asked)
     if "rollout" in counted.passes:  # an engine's work, not the trainer's
-        left = [each for name, each in counted.passes.items() if name != "rollout"]
-        counted = sum(left)  # type: ignore[assignment]
+        left = {name: each for name, each in counted.passes.items() if name != "rollout"}
+        counted = sum(left.values())  # type: ignore[assignment]
+        counted = counted.replace(passes=left)
     return predict_estimate(counted, **usual)
 
 

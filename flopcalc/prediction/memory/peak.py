@@ -15,6 +15,7 @@ from flopcalc.base.units import format_bytes
 from flopcalc.base.vocabulary import CAST_FORMATS, Execution
 from flopcalc.base.vocabulary import Optimizer as OptimizerName
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.workload.sums import Logits
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.build_work import make_work
@@ -171,6 +172,7 @@ def predict_memory(
     execution: Execution = "eager",
     shards: Shards = Shards(),  # noqa: B008
     is_adding: bool = False,
+    is_scored: bool = False,
 ) -> Memory:
     """Bytes of one step; the recipe (what trains, what is recomputed) is the estimator's.
 
@@ -182,7 +184,9 @@ def predict_memory(
         estimator, width, _ = _match_dtype(estimator, dtype, execution)
         how: Execution = "fused" if execution == "fused" else "eager"
         return _infer(Serving(estimator, load, width, attention, how), shards)
-    tensors = list_tensors(estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution)
+    tensors = list_tensors(
+        estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution, is_scored=is_scored
+    )
     return count_memory(tensors, shards, is_adding=is_adding)
 
 
@@ -196,8 +200,11 @@ def list_tensors(
     execution: Execution = "eager",
     is_light: bool = False,
     expert_imbalance: float = 1.0,
+    is_scored: bool = False,
 ) -> Tensors:
     """What one training step holds; `is_light`: results of norms and activation functions are made again.
+
+    `is_scored`: log probabilities and their gradient in the place of a loss on labels, row by row, as TRL has them.
 
     `expert_imbalance`: how many times the mean number of rows experts get, in fused kernels.
     """
@@ -237,6 +244,9 @@ def list_tensors(
         is_float = outside >= numbers * FLOAT or outside < numbers * step.bytes
         logits = numbers * (step.bytes + FLOAT if is_both else FLOAT if is_float else step.bytes)
         outside, loss = max(0, outside - logits), logits + numbers * FLOAT if is_both else 3 * logits
+        if is_scored:  # the recorded loss reads every position
+            outside = max(0, outside + logits - logits * load.tokens // Logits().count(load, "full"))
+            loss = 2 * numbers * (FLOAT if estimator.formats.autocast else step.bytes)
     return Tensors(
         tuple(parts),
         outside,
