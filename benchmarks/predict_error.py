@@ -259,7 +259,11 @@ def refit(profiles: Path, out: Path) -> None:
 
     constants = load_shipped(MEASURED_ON)
     assert constants is not None
-    others = [each for name in ("types", "kinds") for each in host_types.read_steps(RESULTS / f"host_{name}.json")]
+    others = [
+        each
+        for name in ("types", "kinds", "denoisers")
+        for each in host_types.read_steps(RESULTS / f"host_{name}.json")
+    ]
     calls, elsewhere = single_calls.read_calls(), steps.read_steps()
     path = find_table(MEASURED_ON, "gemm")
     gemm = load_table(path).records() if path else []

@@ -209,13 +209,14 @@ def list_step_options(setup: Setup, estimate: Estimate) -> dict[str, Any]:
 
     (estimator, load, _), *_ = estimate.terms
     usual, optimizer = choose_usual(setup.place.count, estimator, load.phase, setup.get("hf_trainer", False))
-    is_compiled = setup.get("compile", False)
     return {
         "device": require_device(setup),
         "dtype": setup.formats.compute,
         "optimizer": setup.get("optimizer", optimizer),
         "attention_kernel": setup.attention_kernel,
-        "execution": choose_execution(setup.get("execution", None if is_compiled else usual), is_compiled),
+        "execution": choose_execution(
+            setup.get("execution", None if setup.get("compile") else usual), setup.get("compile", False)
+        ),
     }
 
 

@@ -415,10 +415,9 @@ def _list_notes(
     elif not runner.machine.is_measured:
         own = f"{device.name} was not measured in {runner.dtype}: one-GPU times are scaled by published peaks"
     if many > 1:
-        elsewhere = "" if device.id in CHECKED else " on other GPUs"
         own += (
-            f"; collectives from table {net.id}; multi-GPU overhead and interval come from published runs{elsewhere}; "
-            "we have not measured a cluster (docs/planning.md)"
+            f"; collectives from table {net.id}; multi-GPU overhead and interval come from published runs"
+            f"{'' if device.id in CHECKED else ' on other GPUs'}; we have not measured a cluster (docs/planning.md)"
         )
     formats = runner.estimator("none").formats
     notes = [

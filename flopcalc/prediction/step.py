@@ -115,10 +115,6 @@ class Prediction(NamedTuple):
     def describe_rate(self) -> str:
         return f"{format_rate(self.rate[0])} {self.rate[1]}/s"
 
-    def describe_optimizer(self) -> str:
-        """The optimizer, and what a parameter takes with it."""
-        return f"{self.optimizer}, {self.memory.describe_parameter()}" if self.memory else self.optimizer
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -203,8 +199,9 @@ def predict_estimate(
     has `events`, for `save_trace`.
     """
     chosen = choose_execution(execution, check_flag(compiled, "compiled"))
-    memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
-    timeline = check_flag(timeline, "timeline")
+    memory, advise, timeline = (
+        check_flag(flag, name) for flag, name in ((memory, "memory"), (advise, "advise"), (timeline, "timeline"))
+    )
     host_factor = check_positive(host_factor, "the host's factor")
     pause_s = read_number(pause_s, "pause_s", or_zero=True)
     check_optimizer(optimizer)
@@ -254,8 +251,13 @@ def predict_estimate(
         floors = floors._replace(tokens_per_s=None)
         prediction = prediction._replace(tokens_per_s=None, floors=floors)  # people count images and videos
     if len(passes) > 1:
-        alone = [f"{name} {format_seconds(_predict(each, settings).step_time_s.mid)}" for name, each in passes.items()]
-        notes.append(f"passes of a step, each alone: {', '.join(alone)}; all of them in HF's code, the rollout too")
+        notes.append(
+            "passes of a step, each alone: "
+            + ", ".join(
+                f"{name} {format_seconds(_predict(each, settings).step_time_s.mid)}" for name, each in passes.items()
+            )
+            + "; all of them in HF's code, the rollout too"
+        )
     if memory:
         prediction = _add_memory(prediction, _hold(settings, parts, passes), machine.device)
     notes += [prediction.power.describe()] if prediction.power is not None else []
@@ -437,8 +439,11 @@ def _hold(
     if "reference" not in passes or (is_alike and parts[0][0].recipe.lora is not None):
         return memory
     held = sum(each.total_bytes for each in passes["reference"].weights)
-    there = {**memory.at_peak, "weights": memory.at_peak["weights"] + held}
-    return memory._replace(weights=memory.weights + held, peak=memory.peak + held, at_peak=there)
+    return memory._replace(
+        weights=memory.weights + held,
+        peak=memory.peak + held,
+        at_peak={**memory.at_peak, "weights": memory.at_peak["weights"] + held},
+    )
 
 
 def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Prediction:

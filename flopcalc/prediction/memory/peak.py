@@ -99,13 +99,17 @@ class Memory(NamedTuple):
         return self.peak <= find_capacity(device)
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {"at_peak": dict(self.at_peak), "notes": list(self.notes), "per_parameter": dict(self.per_parameter)}
-        return {**self._asdict(), **plain}
+        return {
+            **self._asdict(),
+            "at_peak": dict(self.at_peak),
+            "notes": list(self.notes),
+            "per_parameter": dict(self.per_parameter),
+        }
 
     def describe_parameter(self) -> str:
         """Bytes that a trained parameter takes, before ZeRO."""
-        parts = ", ".join(f"{name} {size}" for name, size in self.per_parameter.items())
-        return f"{sum(self.per_parameter.values())} bytes per trained parameter ({parts})"
+        parts = [f"{name} {size}" for name, size in self.per_parameter.items()]
+        return f"{sum(self.per_parameter.values())} bytes per trained parameter ({', '.join(parts)})"
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.at_peak.items() if size)
@@ -155,8 +159,9 @@ class Tensors(NamedTuple):
     @property
     def state_bytes(self) -> int:
         """Of a parameter: the optimizer's states, and the float32 copy of a narrower one."""
-        narrow = self.optimizer.has_master and self.trained_bytes < FLOAT
-        return self.optimizer.states * (self.optimizer.state_bytes or self.trained_bytes) + (FLOAT if narrow else 0)
+        return self.optimizer.states * (self.optimizer.state_bytes or self.trained_bytes) + (
+            FLOAT if self.optimizer.has_master and self.trained_bytes < FLOAT else 0
+        )
 
     def __hash__(self) -> int:  # a few numbers suffice: one is looked up for every layout of a plan
         return hash((self.outside, self.loss, self.inputs))
@@ -245,8 +250,10 @@ def list_tensors(
         logits = numbers * (step.bytes + FLOAT if is_both else FLOAT if is_float else step.bytes)
         outside, loss = max(0, outside - logits), logits + numbers * FLOAT if is_both else 3 * logits
         if is_scored:  # the recorded loss reads every position
-            outside = max(0, outside + logits - logits * load.tokens // Logits().count(load, "full"))
-            loss = 2 * numbers * (FLOAT if estimator.formats.autocast else step.bytes)
+            outside, loss = (
+                max(0, outside + logits - logits * load.tokens // Logits().count(load, "full")),
+                2 * numbers * (FLOAT if estimator.formats.autocast else step.bytes),
+            )
     return Tensors(
         tuple(parts),
         outside,
