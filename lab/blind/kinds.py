@@ -416,9 +416,11 @@ def list_evidence() -> Iterator[tuple[str, list[Json], list[Json]]]:
     found: dict[str, tuple[list[Json], list[Json]]] = defaultdict(lambda: ([], []))
     for number in list_measured():
         for place, compared in enumerate((compare_all(number), compare_all(number, make_predictions(number)))):
+            before = compare_all(number)
             for name, row in compared.items():
-                is_recorded = compare_all(number)[name]["is_recorded"]
-                found["recorded types" if is_recorded else "borrowed operators"][place].append(row)
+                title = "recorded types" if before[name]["is_recorded"] else "borrowed operators"
+                title = "weights of few bits: data sheet" if row["kind"] == "quantized" else title
+                found[title][place].append(row)
     for title, (before, today) in found.items():
         yield title, before, today
 
