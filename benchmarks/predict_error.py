@@ -269,7 +269,8 @@ def refit(profiles: Path, out: Path) -> None:
     gemm = load_table(path).records() if path else []
     compiled = list(kinds.read_compiled())
     found = fit_again(constants, _read(profiles)["cases"], runs.get_config, others, calls, elsewhere, gemm, compiled)
-    plain = [kind for kind, entry in host_types.KINDS.items() if "none" in entry.get("recompute", ["none"])]
+    kinds = {kind: each for kind, each in host_types.KINDS.items() if not kind.endswith(host_types.NOT_RECORDED)}
+    plain = [kind for kind, entry in kinds.items() if "none" in entry.get("recompute", ["none"])]
     save_predictor(str(out), {**found, "host": {**found["host"], "untried": plain}})
 
 
