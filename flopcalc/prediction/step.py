@@ -94,7 +94,7 @@ class Prediction(NamedTuple):
     pause_s: float = 0.0  # after each step
     pue: float | None = None
     grid_g_per_kwh: float | None = None
-    optimizer: str = ""  # of a training step
+    optimizer: Optimizer | None = None  # of a training step
 
     @property
     def energy(self) -> Energy | None:
@@ -123,7 +123,7 @@ class Prediction(NamedTuple):
             "dtype": self.dtype,
             "step_time_s": self.step_time_s._asdict(),
             "execution": self.execution,
-            "optimizer": self.optimizer or None,
+            "optimizer": self.optimizer,
             "routing": self.routing,
             "bound": self.bound,
             "device_s": self.device_s,
@@ -393,7 +393,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         routing=estimate.terms[0].estimator.routing_name,
         power=None if model is None else model.find(clock.find_shares(whole)),
         pause_s=settings.pause_s,
-        optimizer=settings.optimizer if estimate.terms[0].load.phase == "train" else "",
+        optimizer=settings.optimizer if estimate.terms[0].load.phase == "train" else None,
     )
 
 
