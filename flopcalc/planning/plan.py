@@ -77,8 +77,10 @@ def plan_setup(setup: Setup) -> Plan:
     if is_chosen:
         size = format_parameters(global_batch * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed: {why}")
-    notes += _describe_indivisible(gpus, global_batch) if setup.get("pp") is None else []
-    notes += [USUAL] if {"execution", "optimizer"} - set(setup.values) else []
+    notes += [
+        *(_describe_indivisible(gpus, global_batch) if setup.get("pp") is None else []),
+        *([USUAL] if {"execution", "optimizer"} - set(setup.values) else []),
+    ]
     usual, optimizer = choose_usual(gpus, estimator, "train", setup.get("hf_trainer", False))
     given = {name: setup.get(name) for name in DEGREES}
     given["recompute"] = "full" if setup.get("gradient_checkpointing") else setup.get("recompute")

@@ -130,7 +130,9 @@ USUAL = (
 )
 
 
-def choose_usual(gpus: int, estimator: Estimator, phase: Phase, in_trainer: bool = False) -> tuple[Execution, Optimizer]:
+def choose_usual(
+    gpus: int, estimator: Estimator, phase: Phase, in_trainer: bool = False
+) -> tuple[Execution, Optimizer]:
     """What runs unless it is said: HF's code on one GPU and with LoRA, a training framework on several.
 
     HF's Trainer runs HF's code on several GPUs too, but keeps float32 weights there. No code of HF trains in fp8.
