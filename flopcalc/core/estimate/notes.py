@@ -155,7 +155,7 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
     quantization = formats.quantization
     notes: list[str] = []
     stored = estimator.source.stored
-    if stored and quantization is None and formats.weights is None:
+    if stored not in ("", formats.model) and quantization is None and formats.weights is None:
         notes.append(
             f"published weights are in {stored}, counted as {formats.model}: {spell('weights', stored)} counts them"
         )
