@@ -93,20 +93,20 @@ def _show_list(model: str, given: dict[str, Any], style: str, output: str | None
             continue
         if is_open and results[-1].within["days"]["verdict"] == "yes":
             break
-    plans = [each for each in results if not isinstance(each, WorkloadError)]
-    if not plans:
+    fits = [not isinstance(each, WorkloadError) for each in results]
+    if not any(fits):
         raise results[-1]
-    none = {**dict.fromkeys(make_cells(plans[0])), "best layout": "none"}
+    first = results[fits.index(True)]
+    none = {**dict.fromkeys(make_cells(first)), "best layout": "none"}
+    days = [each.best[0].days if fit else 0.0 for each, fit in zip(results, fits, strict=True)]
     lists.show(
         rows[: len(results)],
-        (each.to_dict() if each in plans else {"error": str(each)} for each in results),
-        [make_cells(each) if each in plans else none for each in results],
-        [each.notes if each in plans else [str(each)] for each in results],
-        title=f"{plans[0].model}: {format_tokens(plans[0].tokens)}, {plans[0].dtype}",
+        (each.to_dict() if fit else {"error": str(each)} for each, fit in zip(results, fits, strict=True)),
+        [make_cells(each) if fit else none for each, fit in zip(results, fits, strict=True)],
+        [each.notes if fit else [str(each)] for each, fit in zip(results, fits, strict=True)],
+        title=f"{first.model}: {format_tokens(first.tokens)}, {first.dtype}",
         style=style,
         output=output,
         label="Days, in the best layout",
-        bars=[
-            (days := each.best[0].days, format_duration(days)) if each in plans else (0.0, "none") for each in results
-        ],
+        bars=[(value, format_duration(value) if value else "none") for value in days],
     )

@@ -164,7 +164,7 @@ class Plan(NamedTuple):
     optimizer: Optimizer = "adamw-master"
     helps: str = ""  # what would shorten the best layout's step most, and by how much
     routing: str | None = None  # of a model with experts
-    # Days and budget, where they were given: the limit, whether the best layout keeps it, and the tokens that it allows.
+    # Days and budget, if given: the limit, whether the best layout keeps it, and the tokens that it allows.
     within: Mapping[str, Mapping[str, Any]] = {}
 
     def to_dict(self) -> dict[str, Any]:
