@@ -42,7 +42,7 @@ _ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that 
 _NEEDED = {
     "tokens": "the tokens of the whole run, such as 2T",
     "device": "the GPU to plan for; `flopcalc devices` lists them",
-    "gpus": "the number of GPUs; on the command line --days 30 tries several",
+    "gpus": "the number of GPUs; on the command line, a deadline in days tries several",
 }
 
 
