@@ -97,16 +97,20 @@ def _show_list(model: str, given: dict[str, Any], style: str, output: str | None
     if not any(fits):
         raise results[-1]
     first = results[fits.index(True)]
-    none = {**dict.fromkeys(make_cells(first)), "best layout": "none"}
-    days = [each.best[0].days if fit else 0.0 for each, fit in zip(results, fits, strict=True)]
     lists.show(
         rows[: len(results)],
         (each.to_dict() if fit else {"error": str(each)} for each, fit in zip(results, fits, strict=True)),
-        [make_cells(each) if fit else none for each, fit in zip(results, fits, strict=True)],
+        [
+            make_cells(each) if fit else {**dict.fromkeys(make_cells(first)), "best layout": "none"}
+            for each, fit in zip(results, fits, strict=True)
+        ],
         [each.notes if fit else [str(each)] for each, fit in zip(results, fits, strict=True)],
         title=f"{first.model}: {format_tokens(first.tokens)}, {first.dtype}",
         style=style,
         output=output,
         label="Days, in the best layout",
-        bars=[(value, format_duration(value) if value else "none") for value in days],
+        bars=[
+            (each.best[0].days, format_duration(each.best[0].days)) if fit else (0.0, "none")
+            for each, fit in zip(results, fits, strict=True)
+        ],
     )

@@ -118,9 +118,9 @@ class Prediction(NamedTuple):
     @property
     def usd(self) -> Range | None:
         """What a sample costs, or a million tokens where there are tokens."""
-        whole = self.step_time_s.mid + self.pause_s
-        share = self.gpus / (3600 * self.rate[0] * whole / (1e6 if self.tokens_per_s else 1.0))
-        return Range(*self.step_time_s).scale(self.price.usd_per_gpu_hour * share) if self.price else None
+        seconds = Range(*(value + self.pause_s for value in self.step_time_s))
+        made = self.rate[0] * seconds.mid / (1e6 if self.tokens_per_s else 1.0)
+        return seconds.scale(self.price.usd_per_gpu_hour * self.gpus / (3600 * made)) if self.price else None
 
     def describe_rate(self) -> str:
         return f"{format_rate(self.rate[0])} {self.rate[1]}/s"
@@ -257,9 +257,8 @@ def predict_estimate(
     )
     if any(term.estimator.is_diffusion for term in parts):
         memory = False
-        held = sum(each.total_bytes for each in estimate.weights)
-        if parts[0].load.phase == "train":
-            held += estimate.parameters["trainable"] * count_state_bytes(optimizer, machine.width)
+        states = count_state_bytes(optimizer, machine.width) if parts[0].load.phase == "train" else 0
+        held = sum(each.total_bytes for each in estimate.weights) + estimate.parameters["trainable"] * states
         notes.append(
             f"memory: at least {format_bytes(held)} for weights, gradients and optimizer states; activations of "
             "diffusion models are not predicted: no tensors of theirs were recorded"
