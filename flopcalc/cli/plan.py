@@ -104,7 +104,10 @@ def _show_list(model: str, given: dict[str, Any], style: str, output: str | None
             make_cells(each) if fit else {**dict.fromkeys(make_cells(first)), "best layout": "none"}
             for each, fit in zip(results, fits, strict=True)
         ],
-        [each.notes if fit else [str(each)] for each, fit in zip(results, fits, strict=True)],
+        [
+            each.notes if fit else [str(each).partition(". What would")[0]]
+            for each, fit in zip(results, fits, strict=True)
+        ],
         title=f"{first.model}: {format_tokens(first.tokens)}, {first.dtype}",
         style=style,
         output=output,

@@ -40,7 +40,7 @@ _HELPS = 1.1  # how much faster a doubled batch must be to be proposed
 _ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that depend little on the batch
 
 _NEEDED = {
-    "tokens": "the tokens of the whole run, such as 2T",
+    "tokens": "the tokens of the whole run, such as 2T; days and a budget then say how many they allow",
     "device": "the GPU to plan for; `flopcalc devices` lists them",
     "gpus": "the number of GPUs; on the command line, a deadline in days tries several",
 }

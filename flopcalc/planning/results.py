@@ -234,6 +234,7 @@ class Plan(NamedTuple):
             f"{shorten(self.model)} on {self.gpus:,} × {self.device.id} in {self.dtype}: {self.fitting:,} of "
             f"{self.layouts:,} layouts fit, best {best.layout}: step {format_seconds(best.step.seconds)}, "
             f"MFU {100 * best.mfu:.1f} %, {format_duration(best.days)}"
+            + "".join(f"; within {name}: {found['verdict']}" for name, found in self.within.items())
         )
 
     def _repr_html_(self) -> str:
