@@ -76,14 +76,26 @@ def show(
         from flopcalc.report.html.pictures import Bar
         from flopcalc.report.lists import join_cells
 
-        drawn = [Bar(row.label, *bar) for row, bar in zip(rows, bars, strict=True)]
         headers, table = join_cells([row.varied for row in rows], cells)
-        write_page(make_list_page(title, headers, table, named, label=label, bars=drawn), output)
+        write_page(
+            make_list_page(
+                title,
+                headers,
+                table,
+                named,
+                label=label,
+                bars=[Bar(row.label, *bar) for row, bar in zip(rows, bars, strict=True)],
+            ),
+            output,
+        )
         return
     from flopcalc.report.lists import format_list
 
-    form = "github" if style == "markdown" else "simple"
-    click.echo(format_list([row.varied for row in rows], cells, named, title=title, style=form))
+    click.echo(
+        format_list(
+            [row.varied for row in rows], cells, named, title=title, style="github" if style == "markdown" else "simple"
+        )
+    )
     if plot_file is not None:
         click.echo(f"written: {plot_file}")
 

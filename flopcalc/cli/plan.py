@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flopcalc.planning.plan import Plan
 
 # Numbers of GPUs that are tried for a deadline, until one keeps it.
-_MANY = ",".join(str(8 << power) for power in range(12))
+_MANY = ",".join(str(1 << power) for power in range(15))
 
 
 @click.command(cls=Command)
@@ -97,8 +97,10 @@ def _show_list(model: str, given: dict[str, Any], style: str, output: str | None
     if not any(fits):
         raise results[-1]
     first = results[fits.index(True)]
+    start = max(0, fits.index(True) - 1) if is_open else 0  # of those that are too few, the most
+    rows, results, fits = rows[start : len(results)], results[start:], fits[start:]
     lists.show(
-        rows[: len(results)],
+        rows,
         (each.to_dict() if fit else {"error": str(each)} for each, fit in zip(results, fits, strict=True)),
         [
             make_cells(each) if fit else {**dict.fromkeys(make_cells(first)), "best layout": "none"}

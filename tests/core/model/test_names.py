@@ -131,6 +131,7 @@ GIB = 2**30
         ("TheBloke/llama-2-13b-chat.Q4_K_M.gguf", "llama-2-13b", 7.33, "Q4_K_M"),
         ("Meta-Llama-3.1-8B-Instruct-Q8_0.gguf", "llama-3.1-8b", 7.95, "Q8_0"),
         ("Meta-Llama-3.1-8B-Instruct-Q4_0.gguf", "llama-3.1-8b", 4.33, "Q4_0"),
+        ("someone/Meta-Llama-3.1-8B-Instruct-Q8_0-GGUF", "llama-3.1-8b", 7.95, "Q8_0"),
         ("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:IQ4_XS", "llama-3.1-8b", 4.13, "IQ4_XS"),
         ("Meta-Llama-3.1-8B-Instruct-F16.gguf", "llama-3.1-8b", 14.96, "fp16"),
         ("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF", "llama-3.1-8b", 14.96, "several files"),
