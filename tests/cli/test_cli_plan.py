@@ -194,8 +194,10 @@ def test_limits() -> None:
 
 
 def test_a_deadline_finds_the_number_of_gpus() -> None:
-    given = "--model llama-3.2-1b --tokens 100B --device h200 --seq 2048 --tp 1 --pp 1".split()
-    rows = json.loads(invoke(*given, "--zero", "1", "--micro-batch", "2", "--days", "2", "--json").output)["rows"]
+    given = ["--model", "llama-3.2-1b", "--tokens", "100B", "--device", "h200", "--seq", "2048", "--tp", "1"]
+    rows = json.loads(invoke(*given, "--pp", "1", "--zero", "1", "--micro-batch", "2", "--days", "2", "--json").output)[
+        "rows"
+    ]
     assert [row["varied"]["gpus"] for row in rows] == [1 << power for power in range(len(rows))]
     assert rows[0]["error"].startswith("no layout divides")  # ZeRO of one GPU
     assert [row["within"]["days"]["verdict"] == "yes" for row in rows[1:]] == [False] * (len(rows) - 2) + [True]
