@@ -491,7 +491,7 @@ def test_fields_take_what_the_command_line_takes(page: Watched) -> None:
     ("state", "field", "text"),
     [
         ("model=llama-3.2-1b&seq=abc", "seq", "“Sequence length”: 'abc' is not a whole number; write 4096 or 4k"),
-        ("model=llama-3.2-1b&seq=8&step_time=1", "device", "MFU needs a peak: name a “Device”"),
+        ("model=Qwen/Qwen3-8B&seq=abc", "seq", "“Sequence length”: 'abc' is not a whole number; write 4096 or 4k"),
         ("model=some/thing&seq=8", "model", "some/thing is no preset, so its config is not known here."),
     ],
 )
@@ -503,6 +503,30 @@ def test_an_error_stands_once_at_its_field(page: Watched, state: str, field: str
     assert page.page.locator("[data-total]").count() == 0
     page.page.locator("#headline button.link").click()
     assert page.page.evaluate("() => document.activeElement.id") == f"f-{field}"
+
+
+@pytest.mark.parametrize(
+    ("state", "field", "text"),
+    [
+        ("step_time=1", "device", "MFU needs a peak: name a “Device”, or give “Peak of one GPU (FLOP/s)”"),
+        (
+            "device=h100-sxm&step_time=abc",
+            "step_time",
+            "“Measured step time”: 'abc' is not a number; write 0.5 or 500ms",
+        ),
+    ],
+)
+def test_a_step_time_without_an_mfu_leaves_the_count(
+    page: Watched, capsys: Capture, state: str, field: str, text: str
+) -> None:
+    page.open(f"{SMALL}&{state}")
+    page.page.locator(f"#e-{field}").filter(has_text=text).wait_for()
+    assert page.page.locator(f"#e-{field}").inner_text() == text
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"])
+    assert page.page.locator("[role=alert]").count() == 1
+    page.page.locator("#headline button.link").filter(has_text="No MFU yet").click()
+    assert page.page.evaluate("() => document.activeElement.id") == f"f-{field}"
+    page.wait_for_view("flops")
 
 
 @pytest.mark.parametrize("blocked", ["WebAssembly", "workers"])
@@ -538,7 +562,7 @@ def test_fields_follow_the_model(page: Watched) -> None:
 
 def test_packed_lengths_take_the_place_of_the_length(page: Watched, capsys: Capture) -> None:
     page.open(SMALL)
-    page.wait_for_view("flops")
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"])
     page.page.locator("details[data-section=work] summary").click()
     page.page.fill("#f-lengths", "512,1024,512")
     page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --lengths 512,1024,512")["flops"]["total"])
@@ -546,7 +570,10 @@ def test_packed_lengths_take_the_place_of_the_length(page: Watched, capsys: Capt
 
 def test_picker_searches_by_family_and_size(page: Watched, capsys: Capture) -> None:
     page.open(SMALL)
-    page.wait_for_view("flops")
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"])
+    page.page.fill("#f-model", "mixtral 8x22b")
+    page.page.keyboard.press("Escape")  # the model stays
+    assert page.page.input_value("#f-model") == "llama-3.2-1b"
     page.page.fill("#f-model", "mixtral 8x7b")
     page.page.locator("#presets [role=option]").filter(has_text="mixtral-8x7b").first.wait_for()
     page.page.keyboard.press("ArrowDown")
@@ -681,10 +708,21 @@ def test_chinese_has_chinese_marks(page: Watched) -> None:
     words = panel.inner_text()
     page.open(f"{SMALL}&lang=en")
     page.wait_for_view("flops")
-    assert "：前向" in headline
+    assert "训练，1 × 1024 个 token，4 块 GPU × 1 = 每步 4 条序列：前向" in headline
     assert "，反向" in headline
     assert "路数据并行，" in words or "微批大小" in words
     assert re.search(r"[\u4e00-\u9fff] ?[:,;(]", headline + words) is None
+
+
+def test_chinese_says_what_conventions_count(page: Watched) -> None:
+    page.open(f"{SMALL}&view=conventions&lang=zh")
+    panel = page.wait_for_view("conventions")
+    panel.filter(has_text="每个激活参数、每个 token 计 6 次").wait_for()
+    quoted = panel.locator("table.quoted").inner_text()
+    page.open(f"{SMALL}&lang=en")
+    page.wait_for_view("flops")
+    assert "without" not in quoted
+    assert "；不含" in quoted
 
 
 def test_print_keeps_the_number_in_one_line(page: Watched) -> None:
@@ -692,7 +730,10 @@ def test_print_keeps_the_number_in_one_line(page: Watched) -> None:
     page.wait_for_view("flops")
     page.page.emulate_media(media="print")
     exact = page.page.locator("#headline .exact").bounding_box()
-    hidden = [page.page.locator(each).is_hidden() for each in ("#inputs", "#views", ".exports", ".save", "#status")]
+    hidden = [
+        page.page.locator(each).is_hidden()
+        for each in ("#inputs", "#views", ".exports", ".save", "#status", "#headline .link")
+    ]
     page.page.emulate_media(media="screen")
     assert exact["height"] < 30
     assert all(hidden)

@@ -9,6 +9,7 @@ export class Picker {
   constructor(presets, onPick) {
     this.presets = presets.map((preset) => ({ ...preset, text: describe(preset).join(" ").toLowerCase() }));
     this.onPick = onPick;
+    this.value = ""; // the model that is chosen
     this.at = -1; // the row that the arrow keys reached
     this.waiting = 0;
     this.list = h("ul", { id: "presets", role: "listbox", "aria-label": t("field.model"), hidden: true });
@@ -22,6 +23,7 @@ export class Picker {
   }
 
   write(value) {
+    this.value = value;
     if (document.activeElement !== this.input || this.input.value.trim() === "") this.input.value = value;
   }
 
@@ -71,8 +73,16 @@ export class Picker {
       event.preventDefault();
       this.take(this.at >= 0 ? this.found[this.at].name : this.input.value.trim());
     } else if (event.key === "Escape") {
-      this.open(false);
+      this.stop();
+      this.input.value = this.value;
     }
+  }
+
+  // What is typed is not taken.
+  stop() {
+    clearTimeout(this.waiting);
+    this.waiting = 0;
+    this.open(false);
   }
 
   leave() {
@@ -84,10 +94,8 @@ export class Picker {
   }
 
   take(name) {
-    clearTimeout(this.waiting);
-    this.waiting = 0;
+    this.stop();
     this.input.value = name;
-    this.open(false);
     this.onPick(name);
   }
 }

@@ -20,7 +20,7 @@ export function compare(answers, { names }) {
   return [table(t("flops.compared"), [t("column.component"), ...names.flatMap((name) => [name, t("column.share")])], [
     ...parts.map((name) => [word(`component.${name}`, name), ...answers.flatMap((answer) => of(answer, name))]),
     [t("column.total"), ...answers.flatMap(({ estimate }) => [flops(estimate.flops.total), `${(Number(estimate.flops.total) / Number(answers[0].estimate.flops.total)).toFixed(3)} × ${names[0][0]}`])],
-  ], { className: "summed" })];
+  ], { className: names.length > 3 ? "summed many" : "summed" })];
 }
 
 function show(answer, { state, width, onZoom, onOpen, explained, notes }) {
