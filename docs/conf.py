@@ -24,7 +24,7 @@ copyright = author
 release = version = __version__
 
 root_doc = "docs/index"
-include_patterns = ["docs/**/*.md", "docs/*.md", "lab/*.md", "lab/**/*.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns = ["docs/**/*.md", "docs/*.md", "lab/*.md", "lab/**/*.md", "CONTRIBUTING.md", "CHANGELOG.md", "README*.md", "SECURITY.md"]
 exclude_patterns = [".*", "build", "dist", "tests", "wheels"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]

@@ -574,6 +574,8 @@ def test_picker_searches_by_family_and_size(page: Watched, capsys: Capture) -> N
     page.page.fill("#f-model", "mixtral 8x22b")
     page.page.keyboard.press("Escape")  # the model stays
     assert page.page.input_value("#f-model") == "llama-3.2-1b"
+    page.page.fill("#f-model", "qwen3 8b")
+    page.page.locator("#presets [role=option]").first.filter(has_text="qwen3-8b").wait_for()  # not one of 14.8b
     page.page.fill("#f-model", "mixtral 8x7b")
     page.page.locator("#presets [role=option]").filter(has_text="mixtral-8x7b").first.wait_for()
     page.page.keyboard.press("ArrowDown")
@@ -610,6 +612,18 @@ def test_memory_says_what_fits_and_how_long(page: Watched) -> None:
     page.open(f"{SMALL}&device=v100-sxm2-16gb&view=memory")  # it has no bf16
     panel.filter(has_text="The longest sequence that fits").wait_for()
     panel.filter(has_text="executed FLOPs").wait_for()
+
+
+def test_memory_says_what_makes_a_step_fit(page: Watched) -> None:
+    page.open("model=qwen3-8b&seq=32k&view=memory")
+    panel = page.wait_for_view("memory")
+    panel.filter(has_text="Fits on 0 of").wait_for()
+    panel.locator(".devices").filter(has_text="With full gradient checkpointing on").locator("button").first.click()
+    page.page.wait_for_url("**/#*recompute=full*device=h200-sxm*")
+    panel.locator(".answer").filter(has_text="fits into the device's").wait_for()
+    page.open("model=llama-3.1-405b&seq=4k&view=memory")
+    panel.get_by_role("button", name="Plan it for several GPUs").click()
+    page.page.locator("#panel .missing #ask-device").wait_for()
 
 
 def test_csv_has_units_in_columns_of_their_own(page: Watched) -> None:

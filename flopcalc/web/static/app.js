@@ -144,6 +144,7 @@ function moveTab(event, name) {
 function listeners() {
   find("language").addEventListener("change", (event) => switchLanguage(event.target.value));
   find("theme").addEventListener("click", switchTheme);
+  find("views").addEventListener("pointerover", () => slow.start(), { once: true }); // a view is about to be opened
   find("form").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("hashchange", async () => {
     if (!data) return; // the page still starts, and reads the address then
@@ -351,11 +352,20 @@ async function askView(mine) {
   find("panel").setAttribute("aria-busy", "true");
   if (!shown.length && !place.isLong) renderPanel(); // nothing of the view that was left
   try {
+    const partial = [];
+    const showPart = (at, found) => { // what is known already, where the rest of a view takes longer
+      partial[at] = found;
+      if (!place.isGradual || mine !== round || state.setups.some((_, each) => !partial[each])) return;
+      shown = partial;
+      shownIn = view;
+      renderPanel();
+    };
     const answers = await Promise.all(state.setups.map(async (setup, at) => {
       const found = {};
       for (const what of place.questions(setup, state)) {
         const progress = what === "plan" ? (done, whole) => mine === round && renderProgress(done, whole) : null;
         found[what] = await engine.ask(`${what}-${at}`, { what, setup, ...place.details?.(state) }, progress);
+        showPart(at, found);
       }
       for (const [key, what, own] of place.listMore?.(found, setup) ?? []) found[key] = await engine.ask(`${key}-${at}`, { what, setup: own });
       return found;
@@ -526,7 +536,7 @@ function renderPanel() {
   const most = Math.max(1, Math.min(place.isJoint ? 1 : many, Math.floor((panel.clientWidth + 24) / (COLUMN_WIDTH + 24))));
   const across = Math.ceil(many / Math.ceil(many / most)); // rows of about equal length
   const width = Math.max(300, Math.round((panel.clientWidth - 24 * (across - 1)) / across));
-  const context = { state, width, onZoom: zoom, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), onField: setField, nameDevice: (id) => data.devices.find((each) => each.id === id)?.name ?? id, onOpenField: (name) => form.open(name), reword: (text) => form.reword(text), notes: (rows) => notes(rows?.map((each) => form.reword(each)), t("notes", { count: rows?.length })) };
+  const context = { state, width, onZoom: zoom, onView: openView, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), onField: setField, nameDevice: (id) => data.devices.find((each) => each.id === id)?.name ?? id, onOpenField: (name) => form.open(name), reword: (text) => form.reword(text), notes: (rows) => notes(rows?.map((each) => form.reword(each)), t("notes", { count: rows?.length })) };
   const good = answers.filter((answer) => !problem(answer));
   const rendered = good.length ? place.render(good, { ...context, letters: answers.flatMap((answer, at) => (problem(answer) ? [] : [LETTERS[at]])) }) : [];
   const focused = document.activeElement?.dataset?.path;

@@ -30,7 +30,9 @@ export class Picker {
   // Rows that hold every word of the text.
   show(text) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    const miss = ({ name }) => words.filter((each) => !name.includes(each)).length; // "8b" is in "14.8b", which is a size
     this.found = this.presets.filter((preset) => words.every((each) => preset.text.includes(each)));
+    if (words.length) this.found.sort((one, other) => miss(one) - miss(other) || one.name.length - other.name.length);
     this.at = -1;
     this.list.replaceChildren(...this.found.slice(0, MOST).map((preset, at) => {
       const [name, size, family, kind] = describe(preset);

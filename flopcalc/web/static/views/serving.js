@@ -7,6 +7,7 @@ import { LETTERS } from "../state.js";
 
 export const channel = "serving";
 export const needs = () => ["device", "input_len", "output_len"];
+export const isGradual = true;
 export const questions = (setup) => (setup.rate ? ["serving"] : ["serving", "loads"]);
 
 const LATENCIES = ["ttft_s", "tpot_s", "e2e_s"];
