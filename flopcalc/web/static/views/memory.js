@@ -12,7 +12,7 @@ export const questions = (setup) => (setup.device ? ["memory", "longest"] : ["me
 // What checkpointing costs in seconds, where a device and a trained model are given.
 export const listMore = ({ memory }, setup) => (setup.device ? Object.keys(memory.by_recompute ?? {}).map((name) => [`time.${name}`, "time", { ...setup, recompute: name }]) : []);
 
-const MOST_DEVICES = 8; // buttons; the table holds all
+const MOST_DEVICES = 6; // buttons; the table holds all
 const KINDS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "kv_cache", "inputs"];
 
 export function render(answers, { width, notes, letters, onField, onView }) {
