@@ -144,7 +144,12 @@ def test_python_is_compiled_where_node_is(site: Path) -> None:
 def test_default_question(page: Watched) -> None:
     page.wait_for_total(89_406_346_100_736)
     page.page.locator("#status").filter(has_text="Ready").wait_for()
-    assert "weights 15.44 GiB in bf16" in page.page.locator("#headline").inner_text()
+    headline = page.page.locator("#headline").inner_text()
+    assert headline.index("89.41 TFLOPs") < headline.index("89,406,346,100,736")  # the number for people first
+    assert "weights 15.44 GiB in bf16" in headline
+    for field in ("model", "seq", "batch", "device", "gpus", "step_time"):  # on the first screen
+        box = page.page.locator(f"#f-{field}").bounding_box()
+        assert box["y"] + box["height"] < 900
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -368,8 +373,8 @@ def test_keyboard_and_languages(page: Watched) -> None:
 
 @pytest.mark.parametrize("width", [360, 768, 1920])
 def test_nothing_runs_over_the_edge(page: Watched, width: int) -> None:
-    for view in ("flops", "time", "conventions"):
-        page.open(VIEWS[view])
+    for view, state in {**VIEWS, "curves": f"{SMALL}&view=curves"}.items():
+        page.open(state)
         page.wait_for_view(view)
         page.page.set_viewport_size({"width": width, "height": 900})
         page.page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
@@ -574,6 +579,8 @@ def test_picker_searches_by_family_and_size(page: Watched, capsys: Capture) -> N
     page.page.fill("#f-model", "mixtral 8x22b")
     page.page.keyboard.press("Escape")  # the model stays
     assert page.page.input_value("#f-model") == "llama-3.2-1b"
+    page.page.fill("#f-model", "sound")  # a kind
+    page.page.locator("#presets [role=option]").first.filter(has_text="text and sound").wait_for()
     page.page.fill("#f-model", "qwen3 8b")
     page.page.locator("#presets [role=option]").first.filter(has_text="qwen3-8b").wait_for()  # not one of 14.8b
     page.page.fill("#f-model", "mixtral 8x7b")
@@ -588,10 +595,19 @@ def test_curves_of_three_set_ups(page: Watched, capsys: Capture) -> None:
     panel = page.wait_for_view("curves")
     panel.locator("polyline.curve").nth(2).wait_for()
     assert panel.locator("tbody tr").count() == 10
-    page.page.select_option("#curve-over", "batch")
-    panel.locator("th", has_text="samples").first.wait_for()
+    for over, words in (("batch", "samples"), ("gpus", "GPUs")):
+        page.page.select_option("#curve-over", over)
+        panel.locator("th", has_text=words).first.wait_for()
     for at, name in enumerate(("llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b")):
         page.wait_for_total(run_line(capsys, f"flopcalc estimate {name} --seq 1024")["flops"]["total"], at)
+
+
+def test_a_curve_over_images(page: Watched, capsys: Capture) -> None:
+    page.open("model=qwen2-vl-7b&text=128&view=curves&over=images")
+    panel = page.wait_for_view("curves")
+    line = "flopcalc estimate qwen2-vl-7b --text 128 --image 1024x1024"
+    total = run_line(capsys, line)["flops"]["total"]
+    panel.locator(f"[title='{total:,}']").wait_for()
 
 
 def test_six_set_ups_with_their_shares(page: Watched) -> None:

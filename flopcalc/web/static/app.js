@@ -480,7 +480,7 @@ function showCount({ estimate, work, problem }, at) {
   return [
     h("p", { class: "answer" }, h("strong", { class: "figure" }, flops(total)), " ",
       h("span", { class: "exact" }, "= ", h("span", { "data-total": "" }, exact(total)), " FLOPs"),
-      at && first ? h("span", { class: "minor exact" }, ` ${t("headline.ratio", { ratio: (Number(total) / Number(first.flops.total)).toFixed(3) })}`) : null),
+      at && first ? [" ", h("span", { class: "minor exact" }, t("headline.ratio", { ratio: (Number(total) / Number(first.flops.total)).toFixed(3) }))] : null),
     h("p", { title: list(...passes.map((name) => `${t(`column.${name}`)} ${exact(estimate.flops[name])}`)) },
       says(sayWork(work), list(...passes.map((name) => `${t(`column.${name}`)} ${flops(estimate.flops[name])}`)))),
     problem ? showProblem(problem, state.setups[at], at, "headline.noMfu") : h("p", {}, mfu ? [share("MFU", mfu), share("HFU", hfu), h("span", { class: "minor" }, t("headline.peak", { peak: short(mfu.peak_flops_per_s, "FLOP/s"), device: mfu.device ?? "" }))]
