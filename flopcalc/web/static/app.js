@@ -78,8 +78,11 @@ function say(text, isError = false) {
   status.classList.toggle("error", isError);
 }
 
-// What went wrong, in the page's words.
-const describe = (error = null) => (failure ? t("status.failed", { reason: failure }) : error?.message ?? "");
+// What went wrong, in the page's words. Why Python did not start is said once: in the headline, or here where that has a number.
+function describe(error = null) {
+  if (!failure) return error?.message ?? "";
+  return counted.some(Boolean) || state.view === "serving" ? t("status.failed", { reason: failure }) : t("status.stopped");
+}
 
 function onStatus(kind, reason) {
   if (kind === "failed") {
@@ -455,7 +458,7 @@ function renderHeadline() {
     const answer = counted[at];
     const name = `${isOne ? "" : `${LETTERS[at]}: `}${answer?.estimate?.model.name ?? setup.model ?? ""}`;
     return h("article", { class: "card" }, h("h2", {}, name),
-      failure && !answer ? h("p", { class: "error", role: "alert" }, describe())
+      failure && !answer ? h("p", { class: "error", role: "alert" }, t("status.failed", { reason: failure }))
         : !answer ? h("p", {}, t("status.waiting"))
           : answer.error ? showProblem(answer.error, setup, at) : showCount(answer, at));
   });
