@@ -101,8 +101,8 @@ def _predict(model: str, given: dict[str, Any], memory: bool, has_events: bool =
 
     setup = make_setup("predict", model, given)
     setup = setup.replace(values={**setup.values, "timeline": has_events})
-    settings = list_step_options(setup)
     counted = count(setup, "hardware")
+    settings = list_step_options(setup, counted.estimate)
     memory = memory and not counted.estimate.terms[0].estimator.is_diffusion  # whose note says what is known
     found = predict_counted(counted, setup)
     kept = _compare_recompute(setup, counted, found, settings) if memory else None

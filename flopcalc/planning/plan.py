@@ -19,7 +19,7 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, PlannedLayout
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
-from flopcalc.prediction.execution_options import check_timed, describe_inferred
+from flopcalc.prediction.execution_options import USUAL, check_timed, choose_usual, describe_inferred
 from flopcalc.prediction.memory.peak import resize_batch
 from flopcalc.setup.counting import bind_setup, choose_device, find_sequences
 from flopcalc.setup.setup import ModelChoice, Setup
@@ -78,6 +78,8 @@ def plan_setup(setup: Setup) -> Plan:
         size = format_parameters(global_batch * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed: {why}")
     notes += _describe_indivisible(gpus, global_batch) if setup.get("pp") is None else []
+    notes += [USUAL] if {"execution", "optimizer"} - set(setup.values) else []
+    usual, optimizer = choose_usual(gpus, estimator, "train", setup.get("hf_trainer", False))
     given = {name: setup.get(name) for name in DEGREES}
     given["recompute"] = "full" if setup.get("gradient_checkpointing") else setup.get("recompute")
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
@@ -102,8 +104,8 @@ def plan_setup(setup: Setup) -> Plan:
             pue=setup.get("pue"),
             grid=setup.get("grid"),
             dtype=setup.formats.compute,
-            execution=setup.get("execution", "fused"),
-            optimizer=setup.get("optimizer", "adamw-master"),
+            execution=setup.get("execution", usual),
+            optimizer=setup.get("optimizer", optimizer),
             attention_kernel=setup.attention_kernel,
             expert_imbalance=expert_imbalance,
             overlaps=OVERLAPS[overlap],

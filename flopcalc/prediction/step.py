@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import (
@@ -98,6 +98,7 @@ class Prediction(NamedTuple):
     grid_g_per_kwh: float | None = None
     price: Rate | None = None
     sample: str = "samples"  # what a diffusion model's are
+    optimizer: str = ""  # of a training step
 
     @property
     def energy(self) -> Energy | None:
@@ -133,6 +134,7 @@ class Prediction(NamedTuple):
             "dtype": self.dtype,
             "step_time_s": self.step_time_s._asdict(),
             "execution": self.execution,
+            "optimizer": self.optimizer or None,
             "routing": self.routing,
             "bound": self.bound,
             "device_s": self.device_s,
@@ -212,8 +214,9 @@ def predict_estimate(
     has `events`, for `save_trace`.
     """
     chosen = choose_execution(execution, check_flag(compiled, "compiled"))
-    memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
-    timeline = check_flag(timeline, "timeline")
+    memory, advise, timeline = (
+        check_flag(flag, name) for flag, name in ((memory, "memory"), (advise, "advise"), (timeline, "timeline"))
+    )
     host_factor = check_positive(host_factor, "the host's factor")
     pause_s = read_number(pause_s, "pause_s", or_zero=True)
     check_optimizer(optimizer)
@@ -230,6 +233,7 @@ def predict_estimate(
     machine = Machine(device, kind)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
         raise RecipeError(f"per-sample clipping is counted, not predicted: leave {spell('clipping')} out")
+    passes = estimate.passes
     estimate, kernel, notes = settle_estimate(estimate, kernel, chosen, is_asked=attention_kernel != "auto")
     version = parse_version(transformers) if transformers is not None else USUAL
     in_trainer, clips = check_flag(hf_trainer, "hf_trainer"), check_flag(clip_gradients, "clip_gradients")
@@ -267,8 +271,16 @@ def predict_estimate(
         floors = floors._replace(tokens_per_s=None)
         sample = "videos" if any(frames > 1 for term in parts for frames, *_ in term.load.grids) else "images"
         prediction = prediction._replace(tokens_per_s=None, floors=floors, sample=sample)  # people count these
+    if len(passes) > 1:
+        notes.append(
+            "passes of a step, each alone: "
+            + ", ".join(
+                f"{name} {format_seconds(_predict(each, settings).step_time_s.mid)}" for name, each in passes.items()
+            )
+            + "; all of them in HF's code, the rollout too"
+        )
     if memory:
-        prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
+        prediction = _add_memory(prediction, _hold(settings, parts, passes), machine.device)
     notes += [prediction.power.describe()] if prediction.power is not None else []
     notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
@@ -312,11 +324,12 @@ class _Settings(NamedTuple):
     def is_compiled(self) -> bool:
         return self.execution in ("compiled", "graphs")
 
-    def find_memory(self, parts: Sequence[tuple[Estimator, Workload, int]]) -> Memory:
+    def find_memory(self, parts: Sequence[tuple[Estimator, Workload, int]], *, is_scored: bool = False) -> Memory:
         """The largest micro-batch's."""
-        is_adding = sum(times for _, _, times in parts) > 1
+        is_adding = sum(times for _, load, times in parts if load.phase == "train") > 1
         found = [
-            predict_memory(estimator, load, is_adding=is_adding, **self.memory_settings) for estimator, load, _ in parts
+            predict_memory(estimator, load, is_adding=is_adding, is_scored=is_scored, **self.memory_settings)
+            for estimator, load, _ in parts
         ]
         return max(found, key=lambda memory: memory.peak)
 
@@ -401,6 +414,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         routing=estimate.terms[0].estimator.routing_name,
         power=None if model is None else model.find(clock.find_shares(whole)),
         pause_s=settings.pause_s,
+        optimizer=settings.optimizer if estimate.terms[0].load.phase == "train" else "",
     )
 
 
@@ -432,6 +446,25 @@ def _add_generate(prediction: Prediction, tokens: int, host_factor: float, fitte
     )
     found = {"token_s": token_s, "new_length_s": new_s}
     return prediction._replace(generate=found, notes=(*prediction.notes, note))
+
+
+def _hold(
+    settings: _Settings, parts: Sequence[tuple[Estimator, Workload, int]], passes: Mapping[str, Estimate]
+) -> Memory:
+    """A step's memory, with the weights of a reference or teacher, which are there all the while.
+
+    With adapters the model itself is its reference.
+    """
+    is_alike = len({each.terms[0].estimator.source.name for each in passes.values()}) == 1  # no teacher
+    memory = settings.find_memory(parts, is_scored=is_alike and len(passes) > 1)
+    if "reference" not in passes or (is_alike and parts[0][0].recipe.lora is not None):
+        return memory
+    held = sum(each.total_bytes for each in passes["reference"].weights)
+    return memory._replace(
+        weights=memory.weights + held,
+        peak=memory.peak + held,
+        at_peak={**memory.at_peak, "weights": memory.at_peak["weights"] + held},
+    )
 
 
 def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Prediction:

@@ -51,6 +51,11 @@ def format_prediction(
             f"{format_seconds(seconds.mid)}   ({interval})   bound by the {prediction.bound}", "step      ", " " * 10
         ),
         f"execution {prediction.execution}" + (f", routing {prediction.routing}" if prediction.routing else ""),
+        *(
+            wrap(f"{prediction.optimizer}, {prediction.memory.describe_parameter()}", "optimizer ", " " * 10)
+            if prediction.optimizer and prediction.memory
+            else []
+        ),
         f"evidence  {prediction.evidence['class']}",
         *wrap(shares, "MFU       ", " " * 10),
         *wrap(str(prediction.floors), "floors    ", " " * 10),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc import FlopcalcError, Workload, estimate_flops, mfu
+from flopcalc import FlopcalcError, Workload, estimate_flops, mfu, predict
 from flopcalc.setup.launch import apply_launch, read_launch
 
 CONFIG = {
@@ -248,3 +248,35 @@ def test_launch_files_say_their_objective(
     assert not found.not_understood
     length = {} if "seq" in found.taken else {"seq_len": 1024}
     assert estimate_flops(launch=path, **length).passes
+
+
+@pytest.mark.parametrize(
+    ("objective", "more", "names", "copies"),
+    [
+        ("dpo", {}, ["train", "reference"], 2),
+        ("dpo", {"lora": LORA}, ["train", "reference"], 1),
+        ("dpo,reference=no", {}, [], 1),
+        (REFERENCE, {}, ["train", "rollout", "reference"], 2),
+        ("reward", {}, [], 1),
+    ],
+)
+def test_predict_times_all_passes(objective: str, more: dict[str, Any], names: list[str], copies: int) -> None:
+    found = predict(CONFIG, batch_size=2, seq_len=11, device="h200", objective=objective, advise=False, **more)
+    said = [note for note in found.notes if note.startswith("passes of a step, each alone")]
+    assert len(said) == bool(names)
+    assert all(f" {name} " in said[0] for name in names)
+    plain = predict(CONFIG, batch_size=4, seq_len=11, device="h200", advise=False, **more)
+    assert found.memory is not None
+    assert plain.memory is not None
+    if objective != "reward":  # which has another head
+        base = 2 * sum(each.parameters for each in estimate_flops(CONFIG, seq_len=11).weights)
+        assert found.memory.weights == plain.memory.weights + (copies - 1) * base
+
+
+def test_log_probabilities_take_less_than_a_loss_on_labels() -> None:
+    config = {**CONFIG, "vocab_size": 50_000}
+    dpo = predict(config, batch_size=2, seq_len=512, device="h200", objective="dpo", advise=False).memory
+    plain = predict(config, batch_size=4, seq_len=512, device="h200", advise=False).memory
+    assert dpo is not None
+    assert plain is not None
+    assert (dpo.logits, plain.logits) == (2 * 2 * 4 * 512 * 50_000, 3 * 4 * 4 * 512 * 50_000)
