@@ -170,6 +170,8 @@ def predict(model: Any = None, workload: Workload | None = None, **setup: Unpack
 
 def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
     """As `predict`, of what was counted under convention hardware."""
+    from flopcalc.hardware.devices import find_device
+    from flopcalc.hardware.prices import find_price
     from flopcalc.prediction.execution_options import USUAL
     from flopcalc.prediction.step import predict_estimate
     from flopcalc.prediction.watts import check_site
@@ -195,11 +197,13 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
         notes.append(f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: {how}")
         notes += [USUAL] if phase == "train" and {"execution", "optimizer"} - set(setup.values) else []
     check_site(found.power, setup.get("pue"), setup.get("grid"))
+    given, is_priced = setup.get("price"), counted.estimate.terms[0].estimator.is_diffusion
+    price = find_price(find_device(found.device), given) if given is not None or is_priced else None
     return found._replace(
         notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus,
         floors=found.floors and found.floors._replace(tokens_per_s=(most := found.floors.tokens_per_s) and most * gpus),
         tokens_per_s=None if found.tokens_per_s is None else found.tokens_per_s * gpus,
-        pue=setup.get("pue"), grid_g_per_kwh=setup.get("grid"),
+        pue=setup.get("pue"), grid_g_per_kwh=setup.get("grid"), price=price,
     )  # fmt: skip
 
 

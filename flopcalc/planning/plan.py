@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, format_parameters, format_tokens
-from flopcalc.base.vocabulary import check_word
+from flopcalc.base.vocabulary import Verdict, check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.formats.formats import FormatOptions
@@ -40,9 +40,9 @@ _HELPS = 1.1  # how much faster a doubled batch must be to be proposed
 _ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that depend little on the batch
 
 _NEEDED = {
-    "tokens": "the tokens of the whole run, such as 2T",
+    "tokens": "the tokens of the whole run, such as 2T; days and a budget then say how many they allow",
     "device": "the GPU to plan for; `flopcalc devices` lists them",
-    "gpus": "the number of GPUs",
+    "gpus": "the number of GPUs; on the command line, a deadline in days tries several",
 }
 
 
@@ -130,12 +130,27 @@ def plan_setup(setup: Setup) -> Plan:
         few, many = format_tokens(total_tokens), format_tokens(whole)
         notes.append(f"{few} given, less than one step: one whole step, {many}, planned")
         total_tokens = whole
-    found = search(global_batch, fixed, notes, progress)
+    found = _judge(search(global_batch, fixed, notes, progress), setup)
     if not is_chosen:
         return found
     return found._replace(
         notes=(*found.notes, *_advise_batch(found.best, global_batch, sample.tokens, fixed, find_best))
     )
+
+
+def _judge(plan: Plan, setup: Setup) -> Plan:
+    """The plan with what its best layout keeps of the limits that were given."""
+    best, within = plan.best[0], dict[str, dict[str, Any]]()
+    ends = [end / best.step.seconds for end in (best.step.high, best.step.seconds, best.step.low)]
+    for name, needed in (("days", best.days), ("budget", best.usd)):
+        limit = setup.get(name)
+        if limit is None:
+            continue
+        if needed is None:
+            raise WorkloadError(f"{spell(name)}: {plan.device.name} has no known price; give {spell('price', 'USD')}")
+        verdict: Verdict = get_args(Verdict)[sum(needed * end > limit for end in ends)]
+        within[name] = {"limit": limit, "verdict": verdict, "tokens": max(1, int(plan.tokens * limit / needed))}
+    return plan._replace(within=within)
 
 
 def _describe_indivisible(gpus: int, batch: int) -> list[str]:

@@ -15,10 +15,10 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.hardware.prices import Rate, find_price
 from flopcalc.hardware.routing import EVEN
 from flopcalc.planning.coverage import describe_coverage
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
-from flopcalc.planning.money import Rate, find_price
 from flopcalc.planning.network import Interconnect, check_reach, find_interconnect
 from flopcalc.planning.results import Loser, Plan, PlannedLayout, Point, find_usable
 from flopcalc.planning.seconds import PARTS, LayoutSeconds, Overlaps

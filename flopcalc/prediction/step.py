@@ -20,6 +20,7 @@ from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.hardware.prices import Rate
 from flopcalc.prediction.build_work import count_calls, make_work
 from flopcalc.prediction.clock import Clock, Event, StepTime
 from flopcalc.prediction.execution_options import (
@@ -38,6 +39,7 @@ from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.memory.peak import (
     Memory,
     can_resize,
+    count_state_bytes,
     find_capacity,
     largest_batch,
     predict_memory,
@@ -94,6 +96,8 @@ class Prediction(NamedTuple):
     pause_s: float = 0.0  # after each step
     pue: float | None = None
     grid_g_per_kwh: float | None = None
+    price: Rate | None = None
+    sample: str = "samples"  # what a diffusion model's are
     optimizer: Optimizer | None = None  # of a training step
 
     @property
@@ -110,7 +114,14 @@ class Prediction(NamedTuple):
     @property
     def rate(self) -> tuple[float, str]:
         """Tokens per second, or samples where there are no tokens; and which of them."""
-        return (self.samples_per_s, "samples") if self.tokens_per_s is None else (self.tokens_per_s, "tokens")
+        return (self.samples_per_s, self.sample) if self.tokens_per_s is None else (self.tokens_per_s, "tokens")
+
+    @property
+    def usd(self) -> Range | None:
+        """What a sample costs, or a million tokens where there are tokens."""
+        seconds = Range(*(value + self.pause_s for value in self.step_time_s))
+        made = self.rate[0] * seconds.mid / (1e6 if self.tokens_per_s else 1.0)
+        return seconds.scale(self.price.usd_per_gpu_hour * self.gpus / (3600 * made)) if self.price else None
 
     def describe_rate(self) -> str:
         return f"{format_rate(self.rate[0])} {self.rate[1]}/s"
@@ -138,6 +149,10 @@ class Prediction(NamedTuple):
             ),
             "energy": energy.to_dict() if (energy := self.energy) else None,
             "floors": self.floors.to_dict() if self.floors else None,
+            "price": None if self.price is None else self.price._asdict(),
+            "usd": None
+            if (usd := self.usd) is None
+            else usd._asdict(),  # of what `tokens_per_s` or `samples_per_s` counts
             "generate": self.generate,
             "advice": self.advice,
             "evidence": self.evidence,
@@ -246,10 +261,16 @@ def predict_estimate(
     )
     if any(term.estimator.is_diffusion for term in parts):
         memory = False
-        notes.append("the memory of diffusion models is not predicted: no tensors of theirs were recorded")
-        prediction = _compare_weights(prediction, estimate, machine.device)
+        states = count_state_bytes(optimizer, machine.width) if parts[0].load.phase == "train" else 0
+        held = sum(each.total_bytes for each in estimate.weights) + estimate.parameters["trainable"] * states
+        notes.append(
+            f"memory: at least {format_bytes(held)} for weights, gradients and optimizer states; activations of "
+            "diffusion models are not predicted: no tensors of theirs were recorded"
+        )
+        prediction = _compare_weights(prediction, held, machine.device)
         floors = floors._replace(tokens_per_s=None)
-        prediction = prediction._replace(tokens_per_s=None, floors=floors)  # people count images and videos
+        sample = "videos" if any(frames > 1 for term in parts for frames, *_ in term.load.grids) else "images"
+        prediction = prediction._replace(tokens_per_s=None, floors=floors, sample=sample)  # people count these
     if len(passes) > 1:
         notes.append(
             "passes of a step, each alone: "
@@ -461,14 +482,13 @@ def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Predi
     return prediction._replace(memory=memory, fits=False, capacity=capacity, notes=(note, *prediction.notes))
 
 
-def _compare_weights(prediction: Prediction, estimate: Estimate, device: Device) -> Prediction:
-    """With a note first where the weights alone, of all parts of a pipeline, do not fit."""
-    held = sum(each.total_bytes for each in estimate.weights)
+def _compare_weights(prediction: Prediction, held: int, device: Device) -> Prediction:
+    """With a note first where weights and states alone, of all parts of a pipeline, do not fit."""
     if device.memory_gb is None or held <= (capacity := find_capacity(device)):
         return prediction
     note = (
-        f"does not fit: the weights alone take {format_bytes(held)}, {device.name} has {format_bytes(capacity)} for "
-        "tensors; the time is as if they did"
+        f"does not fit: weights and states alone take {format_bytes(held)}, {device.name} has {format_bytes(capacity)} "
+        "for tensors; the time is as if they did"
     )
     return prediction._replace(fits=False, capacity=capacity, notes=(note, *prediction.notes))
 

@@ -221,7 +221,9 @@ class SetupKeywords(TypedDict, total=False):
     expert_imbalance: Annotated[Number, Field("Rows on the busiest rank of experts, relative to the mean.", "layout", "L", "number", "R", default="1")]
     overlap: Annotated[str, Field("none: communication is never hidden behind computation.", "layout", "L", metavar="all|none", default="all")]
     interconnect: Annotated[str, Field("Network between the GPUs (default: the GPU's usual one).", "layout", "L", metavar="NAME")]
-    price: Annotated[Number, Field("Price of one GPU-hour in USD (default: a dated price, if known).", "layout", "LS", "number", "USD")]
+    price: Annotated[Number, Field("Price of one GPU-hour in USD (default: a dated price, if known{P:, for diffusion}).", "hardware", "PLS", "number", "USD")]
+    days: Annotated[Number, Field("Days that the run may take, such as 30 or 12h. Says whether the best layout keeps them; without a number of GPUs, tries 1, 2, 4, … until it does.", "layout", "L", "number", "DAYS", also="deadline")]
+    budget: Annotated[Number, Field("USD that the run may cost, such as 50k. Says whether the best layout keeps it.", "layout", "L", "number", "USD")]
     grid: Annotated[Number, Field("Grams of CO2 of a kWh of your grid, such as 400g/kWh; gives the CO2.", "hardware", "PL", "number", "G_PER_KWH")]
     pue: Annotated[Number, Field("What the site takes over what its computers take (PUE), such as 1.2.", "hardware", "PL", "number", "R", default="1")]
     # output

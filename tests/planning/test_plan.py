@@ -21,7 +21,7 @@ from flopcalc.base.errors import FlopcalcError, SpecError, WorkloadError
 from flopcalc.base.units import format_tokens, parse_tokens
 from flopcalc.core.model.config import load_config
 from flopcalc.hardware.devices import find_device
-from flopcalc.planning.money import find_price
+from flopcalc.hardware.prices import find_price
 from flopcalc.planning.plan import choose_batch
 from flopcalc.planning.results import Plan
 from flopcalc.planning.seconds import PARTS

@@ -130,6 +130,20 @@ ROLLOUT_ARGS=(
 )
 ray job submit -- python3 -m openrlhf.cli.train_ppo_ray ${ROLLOUT_ARGS[@]}
 """
+EARLIER_DPO = """
+read -r -d '' training_commands <<EOF
+openrlhf.cli.train_dpo \\
+   --train_batch_size 256 --micro_train_batch_size 1 --pretrain Qwen/Qwen3-0.6B --bf16 --max_len 8192 \\
+   --zero_stage 3 --learning_rate 5e-7 --beta 0.1 --flash_attn --gradient_checkpointing
+EOF
+deepspeed --module $training_commands
+"""
+EARLIER_RL = """
+ray job submit --runtime-env-json='{"working_dir": "/openrlhf"}' -- python3 -m openrlhf.cli.train_ppo_ray \\
+   --actor_num_nodes 2 --actor_num_gpus_per_node 8 --vllm_num_engines 4 --advantage_estimator reinforce_baseline \\
+   --pretrain Qwen/Qwen3-0.6B --reward_pretrain none --micro_train_batch_size 4 --train_batch_size 128 \\
+   --prompt_max_len 1024 --generate_max_len 512 --init_kl_coef 1e-4 --gradient_checkpointing
+"""
 TRL_GRPO = """
 model_name_or_path: Qwen/Qwen3-0.6B
 max_completion_length: 256
@@ -206,6 +220,13 @@ FILES: list[tuple[str, str, str, dict[str, Any]]] = [
     }),
     ("rl.sh", REINFORCE, "OpenRLHF", {
         "objective": "grpo,completion=1024,score=yes,reference=no", "seq": 4096, "global_batch": 32, "batch": 1,
+    }),
+    ("dpo_before.sh", EARLIER_DPO, "OpenRLHF", {
+        "objective": "dpo", "seq": 8192, "global_batch": 256, "batch": 1, "recompute": "full", "compute": "bf16",
+    }),
+    ("rl_before.sh", EARLIER_RL, "OpenRLHF", {
+        "objective": "grpo,completion=512,score=yes,reference=yes", "seq": 1536, "global_batch": 128, "batch": 4,
+        "gpus": 16, "recompute": "full",
     }),
     ("trl.yaml", TRL_GRPO, "TRL", {"objective": "grpo,completion=256,score=yes,reference=yes", "batch": 8}),
     ("trl.sh", TRL_DPO, "TRL", {"objective": "dpo,reference=no", "seq": 512, "batch": 8}),

@@ -77,6 +77,12 @@ _STATES = {
 }
 
 
+def count_state_bytes(optimizer: OptimizerName, width: int) -> int:
+    """Bytes of gradient, states and master copy of a trainable parameter of `width` bytes."""
+    chosen = _STATES[optimizer]
+    return (chosen.gradient_bytes or width) + chosen.states * (chosen.state_bytes or width) + FLOAT * chosen.has_master
+
+
 class Memory(NamedTuple):
     """Bytes on one device: the most of each kind in a step, and what is there at once at the peak."""
 
