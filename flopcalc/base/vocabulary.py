@@ -13,6 +13,8 @@ Phase = Literal["train", "forward", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 # What operators were recorded in; flow: a training step through frozen weights; empty: any phase.
 RecordedPhase = Literal["", "train", "flow", "forward", "prefill", "decode"]
+HostPhase = Literal["train", "forward", "decode"]  # in each of which a host has times of its own
+GradientMode = Literal["train", "forward"]  # with gradients or without
 # A diffusion pipeline samples: its denoiser runs at every step.
 PipelinePhase = Literal["train", "forward", "prefill", "decode", "sample"]
 PIPELINE_PHASES: tuple[PipelinePhase, ...] = get_args(PipelinePhase)

@@ -12,7 +12,6 @@ from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
 from flopcalc.core.workload.workload import Workload
-from flopcalc.prediction.adapters import find_adapter_table, is_adapter_cast
 from flopcalc.prediction.borrowed import (
     Borrowed,
     Outside,
@@ -30,9 +29,11 @@ from flopcalc.prediction.recordings import (
     OUTSIDE,
     MissingSizeError,
     Scope,
+    find_adapter_table,
     find_call,
     find_file,
     find_language,
+    is_adapter_cast,
     is_on,
     list_features,
     list_sizes,
@@ -43,8 +44,7 @@ from flopcalc.prediction.recordings import (
     sign_outside,
     sign_switches,
 )
-from flopcalc.prediction.rows import find_shifted
-from flopcalc.prediction.trained_layers import NO_STATE, LayerState, find_states
+from flopcalc.prediction.rows import NO_STATE, LayerState, find_shifted, find_states
 
 _EXPERTS = ("olmoe", "model.layers", "mlp.experts")  # the type, layers and module whose operators other experts borrow
 _MISSING = ": this model has no"

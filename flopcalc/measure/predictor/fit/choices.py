@@ -6,7 +6,7 @@ what a choice does, change it and run `python benchmarks/predict_error.py fit` a
 
 from __future__ import annotations
 
-from flopcalc.prediction.kernels.constants import HostPhase
+from flopcalc.base.vocabulary import HostPhase
 
 # --- Search -----------------------------------------------------------------------------------------------------------
 # A search starts with steps of 20 % to find its way over flat parts, then goes on with steps of 0.1 %.

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from flopcalc.base.vocabulary import HostPhase
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, change_constants, make_machine, run_clock
 from flopcalc.measure.predictor.fit.choices import (
     CALL_STEP_S,
@@ -17,9 +18,9 @@ from flopcalc.measure.predictor.fit.choices import (
 )
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_call_and_factor, solve_nonnegative
 from flopcalc.prediction.build_work import count_calls
-from flopcalc.prediction.host_time import count_kept, find_unit, name_factor, name_mode, name_phase
-from flopcalc.prediction.kernels.constants import Constants, HostPhase
+from flopcalc.prediction.kernels.constants import Constants
 from flopcalc.prediction.kernels.machine import Machine
+from flopcalc.prediction.timeline import count_kept, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.work import Work
 
 
