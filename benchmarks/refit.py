@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from flopcalc.hardware.tiles import find_tiles
-from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, make_machine, model_cases
 from flopcalc.measure.predictor.fit.choices import ROUNDED_ERROR, START_GAPS_S
 from flopcalc.measure.predictor.fit.clock import (
@@ -19,7 +18,7 @@ from flopcalc.measure.predictor.fit.clock import (
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.predictor import fit_host_part
-from flopcalc.measure.predictor.fit.products import fit_adapters, fit_products
+from flopcalc.measure.predictor.fit.products import fit_adapters, fit_attention, fit_products
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits
 from flopcalc.prediction.kernels.attention import IN_WAVES
 from flopcalc.prediction.kernels.constants import Constants

@@ -11,7 +11,6 @@ from flopcalc.base.files import write_whole
 from flopcalc.base.spelling import spell
 from flopcalc.hardware.devices import find_device
 from flopcalc.hardware.tiles import find_tiles
-from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, make_machine, model_cases
 from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
 from flopcalc.measure.predictor.fit.clock import (
@@ -31,7 +30,7 @@ from flopcalc.measure.predictor.fit.host import (
 )
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
-from flopcalc.measure.predictor.fit.products import fit_adapters, fit_grouped, fit_patches, fit_products
+from flopcalc.measure.predictor.fit.products import fit_adapters, fit_attention, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.fit.watts import fit_watts
 from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.prediction.kernels.constants import (

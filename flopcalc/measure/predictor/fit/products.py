@@ -1,4 +1,4 @@
-"""Constants of matrix products: linear layers, experts, and convolutions that make patches of images."""
+"""Constants of matrix products (linear layers, experts, convolutions that make patches) and of attention kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ from flopcalc.hardware.routing import RANDOM
 from flopcalc.hardware.tiles import ALIGNED, DIRECTIONS, choose_tile
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
+    ATTENTION_START_SHARE,
     GROUPED_BANDWIDTH_SHARE,
     GROUPED_PULL,
     GROUPED_ROUNDED_ERROR,
+    MAX_SHORTEST_CALL,
     MAX_TILE_SHARE,
+    MIN_ATTENTION_SIZES,
     MIN_GROUPED_CALLS,
+    MIN_HEADS_RANGE,
+    MIN_KEYS_RANGE,
     MIN_UNALIGNED_SIZE,
+    PAIRS_PER_LONGEST_KEY,
+    PAIRS_PER_QUERY,
+    PAIRS_PER_QUERY_IN_WAVES,
     PROCESSORS_GAIN,
     PROCESSORS_RANGE,
     PROCESSORS_ROUNDS,
@@ -29,8 +37,9 @@ from flopcalc.measure.predictor.fit.choices import (
     START_BANDWIDTH_SHARE,
     START_RATE_SHARE,
 )
-from flopcalc.measure.predictor.fit.points import GroupedPoint, ProductPoint, is_plain, list_operators
+from flopcalc.measure.predictor.fit.points import AttentionPoint, GroupedPoint, ProductPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, fit_positive, round_digits, solve_nonnegative
+from flopcalc.prediction.kernels.attention import IN_WAVES, attention_features, name_mask
 from flopcalc.prediction.kernels.constants import PlainProducts
 from flopcalc.prediction.kernels.products import (
     MIN_PART_K,
@@ -42,6 +51,7 @@ from flopcalc.prediction.kernels.products import (
     time_grouped,
     time_shape,
 )
+from flopcalc.prediction.work import Attention
 
 
 def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] = (), tiles: str = "") -> PlainProducts:
@@ -211,3 +221,64 @@ def fit_adapters(calls: Sequence[Json]) -> dict[str, list[float]]:
             features = (1.0, float(call["bytes"]), float(call["flops"]))
             rows.setdefault(call["narrow"], []).append((features, call["seconds"]))
     return {name: round_digits(solve_nonnegative(entries)) for name, entries in rows.items()}
+
+
+_Features = tuple[float, float, float, float]  # call, queries, pairs, longest row
+
+
+def fit_attention(points: Sequence[AttentionPoint], units: int) -> dict[str, dict[str, list[float]]]:
+    """Kernel -> direction/mask/head dim -> its four constants, on a device with `units` processors.
+
+    If the calls are few, or all long, or all of one length, they determine the seconds of a pair only. The other
+    constants then follow from it, and the call takes nearly as long as the shortest call of all.
+    """
+    groups: dict[tuple[str, str], list[AttentionPoint]] = {}
+    shortest: dict[str, float] = {}
+    for point in points:
+        name = f"{point.direction}/{name_mask(point.mask, point.keys)}/{point.qk}"
+        groups.setdefault((point.kernel, name), []).append(point)
+        shortest[point.direction] = min(point.seconds, shortest.get(point.direction, math.inf))
+    fitted: dict[str, dict[str, list[float]]] = {}
+    for (kernel, name), group in sorted(groups.items()):
+        call_s = shortest[group[0].direction]
+        rows = [(_list_features(point, units), point.seconds) for point in group]
+        if _determines_all(group, call_s):
+            # The shortest call of all is taken as one without queries: no kernel starts later.
+            start = [] if group[0].mask in IN_WAVES else [((1.0, 0.0, 0.0, 0.0), call_s)]
+            constants = solve_nonnegative([*rows, *start])
+        else:
+            constants = _scale_usual(group[0], rows, ATTENTION_START_SHARE * call_s)
+        fitted.setdefault(kernel, {})[name] = round_digits(constants)
+    return fitted
+
+
+def _list_features(point: AttentionPoint, units: int) -> _Features:
+    call = Attention(
+        "", "", point.direction, point.mask, point.batch, point.heads, point.kv_heads, point.qk, point.qk,
+        point.length, point.keys,
+    )  # fmt: skip
+    return attention_features(units, call, point.kernel, point.qk)
+
+
+def _determines_all(group: Sequence[AttentionPoint], shortest_s: float) -> bool:
+    """Whether calls differ in heads and in length independently, and some are short."""
+    sizes = {(point.batch * point.heads, point.length, point.keys) for point in group}
+    heads, keys = ({size[i] for size in sizes} for i in (0, 2))
+    return (
+        len(sizes) >= MIN_ATTENTION_SIZES
+        and max(heads) >= MIN_HEADS_RANGE * min(heads)
+        and max(keys) >= MIN_KEYS_RANGE * min(keys)
+        and min(point.seconds for point in group) < MAX_SHORTEST_CALL * shortest_s
+    )
+
+
+def _scale_usual(point: AttentionPoint, rows: Sequence[tuple[_Features, float]], call_s: float) -> list[float]:
+    """Constants in their usual relation to a pair's seconds; whole waves of blocks count the longest row already."""
+    causal = (PAIRS_PER_QUERY[point.direction], PAIRS_PER_LONGEST_KEY)
+    usual = {"decode": (0.0, 0.0), "causal": causal, "dropout": causal}
+    per_query, per_key = usual.get(point.mask, (PAIRS_PER_QUERY_IN_WAVES, 0.0))
+    pair_s = statistics.median(
+        (seconds - call_s) / (pairs + queries * per_query + longest * per_key)
+        for (_, queries, pairs, longest), seconds in rows
+    )
+    return [call_s, pair_s * per_query, pair_s, pair_s * per_key]
