@@ -17,6 +17,7 @@ from flopcalc.measure.predictor.fit.clock import (
     fit_compiled,
     fit_gaps_and_power,
     fit_slowdown,
+    fit_watts,
     scale_to_full_clock,
 )
 from flopcalc.measure.predictor.fit.host import (
@@ -31,7 +32,6 @@ from flopcalc.measure.predictor.fit.host import (
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_adapters, fit_attention, fit_grouped, fit_patches, fit_products
-from flopcalc.measure.predictor.fit.watts import fit_watts
 from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.prediction.kernels.constants import (
     SCHEMA,
