@@ -19,9 +19,11 @@ from flopcalc.base.vocabulary import FUSED_KERNELS, CallMask, ProductDirection
 from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 from flopcalc.measure.calibrate.tables.gemm import make_product
-from flopcalc.measure.predictor import adapter_calls, memory_calls
+from flopcalc.measure.predictor import memory_calls
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, read_grouped
+from flopcalc.measure.predictor.memory_calls import time_kernels
 from flopcalc.measure.predictor.profiling import profile_step
+from flopcalc.prediction.kernels.products import measure_narrow
 
 _REPEATS = 6
 _SWEPT_BYTES = 2**28  # written before each decoding call, more than any cache of the device holds
@@ -108,7 +110,7 @@ def list_rows(suite: str) -> dict[str, Json]:
     found["calls/experts"] = {"is_call": True, "experts": [list(each) for each in experts], "rows": rows}
     found["calls/across"] = {"is_call": True, "across": [list(each) for each in across]}
     found["calls/memory"] = {"is_call": True, "memory": memory_calls.list_sizes(suite == "test")}
-    found["calls/adapters"] = {"is_call": True, "adapters": adapter_calls.list_sizes(suite == "test")}
+    found["calls/adapters"] = {"is_call": True, "adapters": _list_adapters(suite == "test")}
     found["calls/products"] = {"is_call": True, "layers": [list(each) for each in layers], "rows": layer_rows}
     return found
 
@@ -123,7 +125,7 @@ def measure_calls(bench: Bench, row: Json) -> Json:
     if "memory" in row:
         return memory_calls.measure_memory(bench, **row["memory"])
     if "adapters" in row:
-        return adapter_calls.measure_adapters(bench, **row["adapters"])
+        return _measure_adapters(bench, **row["adapters"])
     if "layers" in row:
         makers = [partial(_make_layer, bench, row["rows"], *each) for each in row["layers"]]
         return _measure(bench, makers, _LAYER_REPEATS)
@@ -374,3 +376,48 @@ def _make_call(bench: Bench, kind: str, sizes: list[int]) -> tuple[int, int, Cal
     key, value = (bench.random(batch, kv_heads, keys, dim) for _ in range(2))
     attend = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, enable_gqa=True)
     return 4 * batch * heads * length * keys * dim, 2 * key.nbytes + 2 * query.nbytes, attend
+
+
+# --- products of adapters in fp32, by their form: the rank is the depth, or a side of what comes out ------------------
+_RANKS, _ADAPTED_ROWS, _WIDTHS = [8, 16, 24, 32, 48, 64], [2700, 5500], [1024, 3072, 8192, 20480]
+
+
+def _list_adapters(is_tiny: bool) -> dict[str, list[int]]:
+    """Ranks of adapters, rows of a batch, inputs or outputs of a layer."""
+    return (
+        {"ranks": [4], "rows": [6, 12], "widths": [16]}
+        if is_tiny
+        else {"ranks": _RANKS, "rows": _ADAPTED_ROWS, "widths": _WIDTHS}
+    )
+
+
+def _measure_adapters(bench: Bench, ranks: list[int], rows: list[int], widths: list[int]) -> Json:
+    """Seconds of each product's kernels."""
+    found: list[Json] = []
+    for rank in ranks:
+        for m in rows:
+            for width in widths:
+                bench.free()
+                for form, sizes, call in _make_products(bench, m, width, rank):
+                    moved, flops = measure_narrow(form, *sizes)
+                    seconds = round_digits(time_kernels(bench, call))
+                    found.append({"narrow": f"fp32 {form}", "bytes": moved, "flops": flops, "seconds": seconds})
+    return {"calls": found, "left_out": []}
+
+
+def _make_products(
+    bench: Bench, m: int, width: int, rank: int
+) -> Iterator[tuple[str, tuple[int, int, int], Callable[[], Any]]]:
+    """What autograd makes of both layers of an adapter: form, rows, depth and columns, call."""
+    torch = bench.torch
+    wide, narrow = (bench.random(m, size, dtype=torch.float32) for size in (width, rank))
+    first, second = (bench.random(*size, dtype=torch.float32) for size in ((rank, width), (width, rank)))
+    for form, left, right in (
+        ("down", wide, first.t()),
+        ("up", narrow, second.t()),
+        ("down", wide, second),
+        ("up", narrow, first),
+        ("grad", narrow.t(), wide),
+        ("down", wide.t(), narrow),
+    ):
+        yield form, (left.shape[0], left.shape[1], right.shape[1]), partial(torch.mm, left, right)
