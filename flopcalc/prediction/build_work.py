@@ -495,6 +495,13 @@ def count_calls(load: Workload) -> int:
     return side.seq if load.phase == "decode" else 1
 
 
+def find_decoding_call(load: Workload, call: int) -> Workload:
+    """One new token, after those that earlier calls of the same step left in the cache."""
+    if load.decoder is not None:
+        return load.replace(decoder=find_decoding_call(load.decoder, call))
+    return load.replace(seq=1, context=load.context + call)
+
+
 # --- recorded operators of several streams ----------------------------------------------------------------------------
 def _list_operators(
     estimator: Estimator, load: Workload, kernel: CallKernel, dtype_bytes: int, transformers: str
