@@ -14,6 +14,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 # What operators were recorded in; flow: a training step through frozen weights; empty: any phase.
 RecordedPhase = Literal["", "train", "flow", "forward", "prefill", "decode"]
 HostPhase = Literal["train", "forward", "decode"]  # in each of which a host has times of its own
+HOST_PHASES: tuple[HostPhase, ...] = get_args(HostPhase)
 GradientMode = Literal["train", "forward"]  # with gradients or without
 # A diffusion pipeline samples: its denoiser runs at every step.
 PipelinePhase = Literal["train", "forward", "prefill", "decode", "sample"]
