@@ -10,11 +10,13 @@ takes about a second to settle: they show watts that whole steps (runs.py) canno
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.vocabulary import FUSED_KERNELS, CallMask, ProductDirection
 from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
@@ -27,92 +29,20 @@ from flopcalc.prediction.kernels.products import measure_narrow
 
 _REPEATS = 6
 _SWEPT_BYTES = 2**28  # written before each decoding call, more than any cache of the device holds
-# Batch, query heads, key heads, queries, keys.
-_SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
-    "causal": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
-        (1, 32, 8, 64), (1, 16, 8, 384), (8, 16, 2, 512), (1, 32, 32, 1024), (4, 32, 8, 1152), (1, 12, 2, 2048),
-        (4, 16, 8, 2048), (1, 32, 8, 4096), (1, 8, 8, 8192),
-    )],
-    # Causal, with attention dropout.
-    "dropout": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
-        (1, 16, 16, 64), (1, 16, 16, 384), (8, 16, 16, 512), (4, 32, 4, 1152), (1, 12, 12, 2048), (4, 16, 4, 2048),
-    )],
-    # Encoders of text, with attention dropout.
-    "dropped": [(batch, heads, heads, length, length) for batch, heads, length in (
-        (1, 12, 64), (32, 12, 64), (8, 16, 128), (64, 12, 128), (16, 16, 256), (48, 12, 384), (2, 12, 512),
-        (32, 16, 512), (4, 12, 1024),
-    )],
-    # Vision towers, with as many key heads as query heads: windows and whole images.
-    "full": [(batch, heads, heads, length, length) for batch, heads, length in (
-        (1, 16, 64), (1, 12, 256), (8, 16, 256), (1, 16, 577), (8, 12, 729), (1, 16, 1024), (4, 16, 1024),
-        (1, 16, 2300), (2, 16, 4096),
-    )],
-    "window": [(batch, heads, heads // 4, length, length) for batch, heads, length in (
-        (1, 32, 256), (1, 8, 1024), (4, 16, 1024), (1, 32, 2048), (4, 8, 2048), (1, 32, 4096), (1, 8, 8192),
-        # Lengths whose mask rows do not start on 16 bytes, some not even on 4.
-        (1, 32, 252), (1, 32, 1100), (2, 16, 1250), (4, 16, 1900), (1, 32, 2050), (4, 8, 601), (1, 8, 3001),
-    )],
-    # Towers that join all images to one sequence, with a mask that keeps them apart.
-    "apart": [(1, heads, heads, length, length) for heads, length in (
-        (16, 256), (4, 512), (16, 1152), (16, 2304), (8, 3456), (16, 4320), (16, 5400), (16, 8208),
-    )],
-    "decode": [(batch, heads, kv, 1, keys) for batch, heads, kv, keys in (
-        (1, 32, 8, 200), (16, 32, 8, 300), (16, 32, 32, 600), (3, 32, 8, 800), (4, 16, 2, 1000), (16, 12, 2, 2000),
-        (1, 32, 8, 4000), (16, 16, 8, 4000),
-    )],
-}  # fmt: skip
-# Head dims of queries and of values, and the masks that models with them use. Only a tower has 72; 192 and 128 are
-# those of multi-head latent attention.
-_DIMS = {
-    (64, 64): ("causal", "dropout", "full", "dropped", "window", "apart", "decode"),
-    (72, 72): ("full",),
-    (80, 80): ("causal", "full", "decode"),
-    (96, 96): ("causal", "window", "decode"),
-    (128, 128): ("causal", "dropout", "full", "dropped", "window", "decode"),
-    (256, 256): ("causal", "window", "decode"),
-    (192, 128): ("causal", "decode"),
-}
-# Experts, outputs, inputs of the up and down projections of Mixtral, Phi-3.5-MoE, Qwen1.5-MoE, OLMoE and Qwen3-MoE.
-_EXPERTS = [(8, 28672, 4096), (8, 4096, 14336), (16, 12800, 4096), (16, 4096, 6400), (60, 2816, 2048),
-            (60, 2048, 1408), (64, 2048, 2048), (64, 2048, 1024), (128, 1536, 2048), (128, 2048, 768)]  # fmt: skip
-_ROWS = [1, 4, 16, 64, 112, 200, 256, 512, 1024, 2048]  # per expert on average
-# Images, patches per image, width: some towers use a convolution's result in its own layout, channel by channel.
-_ACROSS = [(1, 64, 768), (1, 256, 768), (1, 256, 1152), (4, 256, 1152), (1, 729, 1152), (1, 1024, 1152),
-           (3, 1024, 1152), (1, 4096, 1152), (2, 4096, 1152), (4, 4096, 1152), (6, 4096, 1152)]  # fmt: skip
-
-# Outputs and inputs of linear layers that no model has: narrow to wide, with projections to few key heads, and heads
-# for vocabularies of 33,000 to 254,000. Row counts of real steps are often powers of two, which fill a device's tiles;
-# these are not. No two layers are each other's transpose and no row count is a width, because a profile does not show
-# which operand is transposed.
-_LAYERS = [(2304, 1920), (6656, 1920), (1920, 5632), (3328, 2816), (9728, 2816), (2816, 7680), (4608, 4352),
-           (1280, 4352), (12800, 4352), (4352, 11520), (6400, 5888), (18432, 5888), (5888, 16384), (9216, 8704),
-           (1152, 8704), (26624, 8704), (8704, 24576), (33280, 4352), (49920, 2816), (131584, 3328), (155648, 5888),
-           (253952, 2304)]  # fmt: skip
-_LAYER_ROWS = [1260, 2600, 4480, 5400, 6800, 7560, 9000]
 _LAYER_REPEATS = 3
 _REST_SHARE = 1.5  # pause after a product, in its own seconds, so that none lowers the clock of the next
 
 
 def list_rows(suite: str) -> dict[str, Json]:
     """Row of the journal -> what it measures: a head dim at all sizes, experts, adapters, layers and more."""
-    dims, sizes, experts, rows, across = _DIMS, _SIZES, _EXPERTS, _ROWS, _ACROSS
-    layers, layer_rows = _LAYERS, _LAYER_ROWS
-    if suite == "test":
-        dims = {(16, 16): tuple(_SIZES), (24, 16): ("causal",)}
-        sizes = {mask: [(1, 4, 2, 1 if mask == "decode" else 8, 8)] for mask in _SIZES}
-        experts, rows, across = [(4, 32, 16)], [1, 6], [(1, 6, 16), (2, 6, 16), (3, 6, 16)]
-        layers, layer_rows = [(32, 16), (24, 8)], [6, 12]
+    given = load_toml(os.path.join(find_data_dir(), "single_calls.toml"))["test" if suite == "test" else "full"]
     found: dict[str, Json] = {}
-    for (qk, v), masks in dims.items():
-        chosen = {mask: [list(size) for size in sizes[mask]] for mask in masks}
+    for qk, v, masks in given["dims"]:
+        chosen = {mask: given["sizes"][mask] for mask in masks}
         name = f"{qk}" if qk == v else f"{qk}-{v}"
         found[f"calls/attention/{name}"] = {"is_call": True, "qk": qk, "v": v, "sizes": chosen}
-    found["calls/experts"] = {"is_call": True, "experts": [list(each) for each in experts], "rows": rows}
-    found["calls/across"] = {"is_call": True, "across": [list(each) for each in across]}
-    found["calls/memory"] = {"is_call": True, "memory": memory_calls.list_sizes(suite == "test")}
-    found["calls/adapters"] = {"is_call": True, "adapters": _list_adapters(suite == "test")}
-    found["calls/products"] = {"is_call": True, "layers": [list(each) for each in layers], "rows": layer_rows}
-    return found
+    others = ("experts", "across", "memory", "adapters", "products")
+    return found | {f"calls/{name}": {"is_call": True, **given[name]} for name in others}
 
 
 def measure_calls(bench: Bench, row: Json) -> Json:
@@ -379,18 +309,6 @@ def _make_call(bench: Bench, kind: str, sizes: list[int]) -> tuple[int, int, Cal
 
 
 # --- products of adapters in fp32, by their form: the rank is the depth, or a side of what comes out ------------------
-_RANKS, _ADAPTED_ROWS, _WIDTHS = [8, 16, 24, 32, 48, 64], [2700, 5500], [1024, 3072, 8192, 20480]
-
-
-def _list_adapters(is_tiny: bool) -> dict[str, list[int]]:
-    """Ranks of adapters, rows of a batch, inputs or outputs of a layer."""
-    return (
-        {"ranks": [4], "rows": [6, 12], "widths": [16]}
-        if is_tiny
-        else {"ranks": _RANKS, "rows": _ADAPTED_ROWS, "widths": _WIDTHS}
-    )
-
-
 def _measure_adapters(bench: Bench, ranks: list[int], rows: list[int], widths: list[int]) -> Json:
     """Seconds of each product's kernels."""
     found: list[Json] = []
