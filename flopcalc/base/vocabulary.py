@@ -32,6 +32,7 @@ FusedKernel = Literal["flash", "efficient", "cudnn"]
 FUSED_KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 # The same for an attention call that is timed; empty: SDPA picks.
 CallKernel = Literal["", "eager", "math", "flash", "efficient", "cudnn"]
+RecordedAttention = Literal["eager", "sdpa"]  # HF's attn_implementation, under which operators were recorded
 # How the sums of a workload are counted: what the model needs, what eager code executes, or what a fused kernel does.
 Counting = Literal["model", "full", "flash", "efficient", "cudnn"]
 # Which keys a query sees; window: the causal mask cut to the nearest keys.

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from flopcalc.base.vocabulary import CallKernel, CallMask, Execution, Mask, Optimizer, PassDirection, ProductDirection
+from flopcalc.base.vocabulary import (
+    CallKernel,
+    CallMask,
+    Execution,
+    Mask,
+    Optimizer,
+    PassDirection,
+    ProductDirection,
+    RecordedAttention,
+)
 from flopcalc.core.count.products import Block, CountedRow, Product, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, Op, iterate
@@ -507,7 +516,7 @@ def _list_operators(
     estimator: Estimator, load: Workload, kernel: CallKernel, dtype_bytes: int, transformers: str
 ) -> Operators:
     """Operators of the whole model; an encoder's, a decoder's and an audio tower's each over their own rows."""
-    attention = "eager" if kernel == "eager" else "sdpa"
+    attention: RecordedAttention = "eager" if kernel == "eager" else "sdpa"
     sides = _find_sides(estimator, load)
     main = list_operators(estimator, sides.get("language") or load, attention, dtype_bytes, transformers)
     if not sides:

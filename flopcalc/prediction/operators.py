@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from flopcalc.base.errors import SpecError
-from flopcalc.base.vocabulary import Convention, PassDirection, RecordedPhase
+from flopcalc.base.vocabulary import Convention, PassDirection, RecordedAttention, RecordedPhase
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
@@ -88,7 +88,11 @@ class Operators(NamedTuple):
 
 
 def list_operators(
-    estimator: Estimator, load: Workload, attention: str = "sdpa", dtype_bytes: int = 2, transformers: str = RECORDED
+    estimator: Estimator,
+    load: Workload,
+    attention: RecordedAttention = "sdpa",
+    dtype_bytes: int = 2,
+    transformers: str = RECORDED,
 ) -> Operators:
     """The operators of one step of HF's eager model: bytes of each, and what the host dispatches besides kernels.
 
@@ -158,7 +162,7 @@ class _Reader:
     """Joins a recording with a model's sizes, its recipe and a workload."""
 
     def __init__(
-        self, estimator: Estimator, load: Workload, attention: str, dtype_bytes: int, transformers: str
+        self, estimator: Estimator, load: Workload, attention: RecordedAttention, dtype_bytes: int, transformers: str
     ) -> None:
         self.estimator, self.load, self.attention, self.dtype_bytes = estimator, load, attention, dtype_bytes
         self.is_cast = estimator.formats.narrows_weights

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.base.errors import DeviceError, WorkloadError
 from flopcalc.base.units import format_bytes
-from flopcalc.base.vocabulary import CAST_FORMATS, Execution
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution, Kernel, RecordedAttention
 from flopcalc.base.vocabulary import Optimizer as OptimizerName
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
@@ -235,7 +235,7 @@ def predict_memory(
     *,
     dtype: str | None = None,
     optimizer: OptimizerName = "adamw",
-    attention: str = "sdpa",
+    attention: Kernel | RecordedAttention = "sdpa",
     execution: Execution = "eager",
     shards: Shards = Shards(),  # noqa: B008
     is_adding: bool = False,
@@ -260,7 +260,7 @@ def list_tensors(
     *,
     dtype: str | None = None,
     optimizer: OptimizerName = "adamw",
-    attention: str = "sdpa",
+    attention: Kernel | RecordedAttention = "sdpa",
     execution: Execution = "eager",
     is_light: bool = False,
     expert_imbalance: float = 1.0,

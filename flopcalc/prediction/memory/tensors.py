@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flopcalc.base.number_formats import find_computed
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import Execution, Kernel, RecordedAttention
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Linear, Norm, Op, Pointwise, Stage, iterate, join
@@ -98,7 +98,7 @@ class Step:
         estimator: Estimator,
         load: Workload,
         dtype_bytes: int,
-        attention: str,
+        attention: Kernel | RecordedAttention,
         execution: Execution = "eager",
         input_bytes: int = 0,
         is_light: bool = False,
@@ -116,7 +116,7 @@ class Step:
         self.expert_imbalance = expert_imbalance  # rows that experts get over the mean
         self.is_light = is_light and self.is_fused  # what norms and activation functions make is made again
         is_eager = attention == "eager" or (not self.is_fused and not estimator.spec.has_sdpa)
-        self.attention = "eager" if is_eager else "sdpa"
+        self.attention: RecordedAttention = "eager" if is_eager else "sdpa"
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
         self.values: dict[Sum, int] = {}
         # PEFT keeps adapters in float32 with a half-precision model.
