@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flopcalc import bind, plan
-from flopcalc.planning import search
+from flopcalc.planning import coverage
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import find_interconnect
 from flopcalc.planning.step import LayoutTimer
@@ -49,7 +49,7 @@ def test_devices_of_published_runs_are_named(device: str, is_other: bool) -> Non
 )
 def test_words(monkeypatch: pytest.MonkeyPatch, zero: int, longer: float, words: str) -> None:
     kinds = {**KINDS, "dense, zero 3": {**KINDS["dense, zero 3"], "longer": longer}}
-    monkeypatch.setattr(search, "load_coverage", lambda: kinds)
+    monkeypatch.setattr(coverage, "load_coverage", lambda: kinds)
     notes = list_notes(zero=zero, tp=1, pp=1)
     assert words in notes
     assert "would be faster" not in notes  # there is no layout of another kind
@@ -67,16 +67,16 @@ def test_words(monkeypatch: pytest.MonkeyPatch, zero: int, longer: float, words:
 def test_zero_3_is_first_only_with_a_word(
     monkeypatch: pytest.MonkeyPatch, others: list[tuple[Layout, float]], is_told: bool
 ) -> None:
-    monkeypatch.setattr(search, "load_coverage", lambda: KINDS)
+    monkeypatch.setattr(coverage, "load_coverage", lambda: KINDS)
     estimator = bind("llama-3.1-8b")
     runner = LayoutTimer(estimator, estimator(1, 4096).terms[0][1], "h200", find_interconnect(None, "h200"), 64)
-    told = search.describe_coverage(runner, SHARDED, others)[1:]
+    told = coverage.describe_coverage(runner, SHARDED, others)[1:]
     words = "zero 3 is first by less than published runs of it are off: by their median, dp8 zero1 mb1 would be faster "
     assert told == ([f"{words}(14.00 s a step as predicted)"] if is_told else [])
 
 
 def test_no_published_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "load_coverage", dict)
+    monkeypatch.setattr(coverage, "load_coverage", dict)
     assert "no published run of this kind (dense, zero 0 to 2) was predicted" in list_notes(zero=1)
 
 
