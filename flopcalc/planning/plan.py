@@ -12,6 +12,7 @@ from flopcalc.base.units import check_items, format_parameters, format_tokens
 from flopcalc.base.vocabulary import Verdict, check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.inputs import make_load
+from flopcalc.core.estimate.notes import describe_inferred
 from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.routing import EVEN
@@ -19,7 +20,7 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, PlannedLayout
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
-from flopcalc.prediction.execution_options import USUAL, check_timed, choose_usual, describe_inferred
+from flopcalc.prediction.execution_options import USUAL, check_timed, choose_usual
 from flopcalc.prediction.memory.peak import resize_batch
 from flopcalc.setup.counting import bind_setup, choose_device, find_sequences
 from flopcalc.setup.setup import ModelChoice, Setup

@@ -16,6 +16,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_bytes, format_seconds, read_number
 from flopcalc.base.vocabulary import CallKernel, Execution, Kernel, Optimizer, check_flag, check_word
 from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.notes import describe_inferred
 from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
@@ -29,7 +30,6 @@ from flopcalc.prediction.execution_options import (
     check_timed,
     choose_execution,
     describe_formats,
-    describe_inferred,
     find_kernel,
     match_dtype,
     settle_estimate,

@@ -13,10 +13,10 @@ from flopcalc.base.rows import shorten
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, parse_size
 from flopcalc.base.vocabulary import name_part
+from flopcalc.core.estimate.notes import describe_inferred
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.hardware.prices import find_price
 from flopcalc.planning.network import find_interconnect
-from flopcalc.prediction.execution_options import describe_inferred
 from flopcalc.server.engines import Engine, find_engine, read_flags
 from flopcalc.server.fitted import Weights, find_weights
 from flopcalc.server.kv import Room, find_longest, find_room

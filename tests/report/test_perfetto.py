@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from flopcalc import predict
 from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.cli.predict import predict as command
-from flopcalc.prediction.perfetto import make_trace, save_trace
 from flopcalc.prediction.timeline import Segment, Span, run
+from flopcalc.report.perfetto import make_trace, save_trace
 
 OPTIONS: dict[str, Any] = {"device": "h200", "advise": False, "memory": False, "timeline": True}
 
