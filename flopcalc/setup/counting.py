@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flopcalc.base.data import get_stem
-from flopcalc.base.errors import DeviceError, WorkloadError
+from flopcalc.base.errors import DeviceError, RecipeError, WorkloadError
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_tokens, parse_share
@@ -140,10 +140,19 @@ def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
 
     check_layers(source)
     recipe = read_recipe({} if setup.recipe is None else setup.recipe)
+    if source.module is not None:
+        if setup.recipe is not None:
+            raise RecipeError(
+                "a live model itself says what trains and what is recomputed: change it there, or pass its config"
+            )
+        from flopcalc.core.recipe.live import read_recipe as read_live
+
+        recipe, _, _ = read_live(source.module)
     whole, phase = setup.work.workload, setup.work.inputs.phase
     has_images = bool(setup.work.inputs.image_grid if whole is None else whole.grids)
-    key = make_trace_key(source, recipe, phase, has_images)
-    traced = load_trace(key) or tracer(source, recipe, phase, has_images, key)
+    # A live model may change before the next call, so its trace is not kept.
+    key = make_trace_key(source, recipe, phase, has_images) if source.module is None else ""
+    traced = (load_trace(key) if key else None) or tracer(source, recipe, phase, has_images, key)
     return TracedEstimator(traced, source, recipe, setup.formats)
 
 

@@ -448,6 +448,7 @@ def test_bound_calls_take_each_spelling(name: str) -> None:
             {"gpus": 8},
             "a bound model takes no gpus. A call says the sizes of one micro-batch; bind() takes what trains",
         ),
+        ({"sequence": 8}, "a bound model takes no sequence. Did you mean seq_len"),
         ({"videoz": 8}, "a bound model takes no videoz. Did you mean videos"),
         ({"seq": 4, "seq_len": 4}, "seq_len is given twice: give it once"),
         ({"batch": 4, "batch_size": 3}, "batch already says sizes, lengths and images: give it alone"),

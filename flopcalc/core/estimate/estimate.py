@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # of a diffusion pipeline alone
 class Estimator(ModelCounts, Protocol):
     """A model bound once, counted from its spec or traced: call it with a workload."""
 
+    only_length: int | None = None  # of a traced module that has a batch and no length
+
     def __call__(
         self,
         batch_size: int = 1,
@@ -60,6 +62,8 @@ class Estimator(ModelCounts, Protocol):
         """
         if isinstance(batch, (int, str)) and batch_size == 1:  # an option's own name is taken too
             batch_size = cast("int", batch)
+        elif type(batch_size) is not int and isinstance(batch_size, Mapping):
+            raise WorkloadError("a batch of tensors is given by name: batch=…")
         elif batch is not None:
             others = (seq_len, lengths, context, decoder_seq_len, *media.values())
             if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
@@ -77,7 +81,7 @@ class Estimator(ModelCounts, Protocol):
         check_no_sampling(self.source.name, phase)
         load = make_workload(
             batch_size,
-            seq_len,
+            self.only_length if seq_len is None else seq_len,
             lengths=lengths,
             phase=phase,
             context=context,

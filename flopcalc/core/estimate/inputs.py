@@ -75,7 +75,7 @@ def read_call(given: Mapping[str, Any]) -> Inputs:
     for keyword, value in given.items():
         field = find_field(keyword, value)
         if field not in SIZES:
-            near = format_nearest(spell(field), [spell(each) for each in SIZES], 0.7)
+            near = format_nearest(spell(field), [spell(each) for each in SIZES], 0.6)
             raise WorkloadError(
                 f"a bound model takes no {spell(field)}.{near} A call says the sizes of one micro-batch; bind() takes "
                 "what trains, formats and the device; estimate_flops() takes everything"

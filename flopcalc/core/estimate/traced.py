@@ -99,6 +99,7 @@ class TracedEstimator(Estimator):
         self._siblings: dict[tuple[Hashable, ...], TracedEstimator] = {}
         kinds = {kind for axes in traced.axes.values() for kind in axes if isinstance(kind, str)}
         self._has_length = not traced.axes or "n" in kinds or bool(traced.visual)
+        self.only_length = None if self._has_length else 1
         empty: dict[str, Any] = {name: {} for name in Spec._names}
         self.spec = Spec(**{
             **empty, "name": traced.model_type, "file": "", "architecture": traced.name,
@@ -116,7 +117,7 @@ class TracedEstimator(Estimator):
             raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
         self._check_grids(load)
         if not self._has_length and load.seq != 1:
-            raise WorkloadError(f"traced: the module has a batch and no length, not one of {load.seq}: give seq_len=1")
+            raise WorkloadError(f"traced: the module has a batch and no length: leave {spell('seq')} out")
         return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
 
     def change(
@@ -272,14 +273,14 @@ def _sum_terms(path: str, coefficients: tuple[tuple[Fraction, ...], ...], values
     sums = [sum((c * v for c, v in zip(each, values, strict=True) if c), Fraction(0)) for each in coefficients]
     if any(value.denominator != 1 or value < 0 for value in sums):
         raise WorkloadError(f"traced: the polynomial of {path!r} gives {format_value(sums)} here: outside what holds")
-    return Flops(int(sums[0]), int(sums[1]), int(sums[2]))
+    return Flops(int(sums[0]), int(sums[1]))  # convention full leaves out what is recomputed
 
 
 def _make_row(path: str, flops: Flops) -> CountedRow:
-    passes = (Passes(), Passes(0, 1), Passes(0, recompute=1))
-    products = tuple(Product("traced", Once(), each, at) for each, at in zip(flops[:3], passes, strict=True))
+    passes = (Passes(), Passes(0, 1))
+    products = tuple(Product("traced", Once(), each, at) for each, at in zip(flops[:2], passes, strict=True))
     row = Row(TracedModule(name="", part=_guess_part(path), rows=Once()), products)
-    return CountedRow(Block(path, None, "language", ()), row, (1, 1, 1))
+    return CountedRow(Block(path, None, "language", ()), row, (1, 1))
 
 
 _PART_HINTS: tuple[tuple[Component, tuple[str, ...]], ...] = (

@@ -113,8 +113,9 @@ class Resizer:
         if is_unclear and not (name == "attention_mask" and found.count("n") == 2):
             raise WorkloadError(
                 f"{name} of shape {tuple(tensor.shape)}: which axis is the batch ({self.batch}) and which the length "
-                f"({self.length})? Give dims={{{name!r}: ('b', 'n', None, …)}}; a second length, a height or a width "
-                "has a name of its own or None, and is traced anew at each size"
+                f"({self.length})? Give dims={{{name!r}: {('b', 'n', *[None] * tensor.dim())[: tensor.dim()]}}}, with "
+                "None for 'n' where it has no length; a second length, a height or a width has a name of its own or "
+                "None, and is traced anew at each size"
             )
         return found
 
@@ -228,7 +229,9 @@ def make_step(module: Any, batch: dict[str, Any], phase: Phase) -> Callable[[], 
         extra["use_cache"] = phase == "prefill"
     if phase == "prefill" and "logits_to_keep" in takes:
         extra["logits_to_keep"] = 1
-    if phase == "train" and "labels" in takes and "labels" not in batch and "input_ids" in batch:
+    # A classifier's labels are not one for each token; its logits have all products of its loss.
+    has_words = getattr(unwrap(module), "get_output_embeddings", lambda: True)() is not None
+    if phase == "train" and has_words and "labels" in takes and "labels" not in batch and "input_ids" in batch:
         extra["labels"] = batch["input_ids"]
     if phase == "train":
 

@@ -29,6 +29,7 @@ from flopcalc.core.estimate.traced import (
 )
 from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.model.config import Source
+from flopcalc.core.model.live import strip
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.measure.counters.flop_counter import OperatorCount, count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
@@ -126,7 +127,9 @@ def _count_point(module: Any, phase: Phase, resizer: Resizer | None, point: Poin
         reason = (str(error).splitlines() or [""])[0][:200]
         raise FlopcalcError(
             f"{type(module).__name__} could not be traced at {point}: {type(error).__name__}: {reason}; work that "
-            "depends on values cannot be traced, and an axis taken wrongly for batch or length is told by dims={…}"
+            f"depends on values cannot be traced{f'; axes were taken as dims={resizer.dims}' if resizer else ''}; "
+            "bind(module, example_batch, dims={…}) in Python takes others: 'b' the batch, 'n' the length, None for an "
+            "axis that is neither"
         ) from None
 
 
@@ -253,7 +256,7 @@ def _keep(
     axes = resizer.describe_axes() if resizer is not None else {}
     traced = TracedModel(name, model_type, parameters, read_versions(), visual, tuple(found), axes)
     show_progress("")
-    if key is not None:
+    if key:
         problem = save_trace(key, traced)
         if problem:
             sys.stderr.write(f"flopcalc: {problem}\n")
@@ -261,12 +264,18 @@ def _keep(
 
 
 def trace_config(source: Source, recipe: Recipe, phase: Phase, has_images: bool, key: str) -> TracedModel:
-    """A config that no spec knows: HF's own model is built without memory, traced, and kept under the key."""
+    """HF's own model of a config is built without memory, traced, and kept under the key; a live model is copied.
+
+    A live model keeps its class, what it trains and its adapters.
+    """
     adapted = {name: value for name, value in recipe.to_dict().items() if value and value != "none"}
     try:
         with floats_on_meta():
-            model = build_model(source.config, device="meta", architecture=_choose_class(source))
-            module = apply_recipe(model, adapted)
+            module = (
+                apply_recipe(build_model(source.config, device="meta", architecture=_choose_class(source)), adapted)
+                if source.module is None
+                else copy_to_meta(strip(source.module))
+            )
     except FlopcalcError:
         raise
     except Exception as error:  # HF's own code: whatever it raises is why there is no model

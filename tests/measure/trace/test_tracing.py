@@ -13,8 +13,8 @@ import torch
 from tiers import mark_heavy
 from torch import nn
 
-from flopcalc import bind, make_workload
-from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc import bind, estimate_flops, make_workload
+from flopcalc.base.errors import FlopcalcError, RecipeError, WorkloadError
 from flopcalc.core.estimate.traced import find_cache_dir
 from flopcalc.measure.hf.models import build_model, make_batch
 from flopcalc.measure.trace.forms import Form, NoPolynomialError, _solve, fit
@@ -85,7 +85,7 @@ def compare(config: dict[str, Any], recipe: dict[str, Any] | None = None, **work
     traced = find_traced(config, load.phase, has_images=bool(load.grids), recipe=recipe)
     ours = bind(config, recipe=recipe, convention="full").estimate(load)
     found = traced.estimate(load)
-    assert (found.forward, found.backward) == (ours.forward, ours.backward)
+    assert (found.forward, found.backward, found.total) == (ours.forward, ours.backward, ours.total)
     rows = {row.path: (row.forward, row.backward) for row in ours.by_module(per_layer=True) if row.forward}
     assert {row.path: (row.forward, row.backward) for row in found.by_module(per_layer=True) if row.forward} == rows
     assert found.parameters["total"] == ours.parameters["total"]
@@ -120,6 +120,59 @@ def test_decode(config: dict[str, Any], context: int) -> None:
 def test_recipes() -> None:
     compare(DENSE, {"freeze": ["model.layers.0"]}, batch_size=2, seq_len=11)
     compare(DENSE, {"lora": {"r": 4, "targets": ["q_proj", "down_proj"]}}, batch_size=2, seq_len=11)
+    compare(DENSE, {"recompute": "full"}, batch_size=2, seq_len=11)  # which convention full leaves out
+
+
+SIZES = {**TEXT, "pad_token_id": 0}
+ADAPTED = {"r": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "adapted"),
+    mark_heavy(
+        [
+            ("LlamaForCausalLM", "frozen", None),
+            ("LlamaForCausalLM", "", ADAPTED),
+            ("LlamaForCausalLM", "checkpointed", None),
+            ("LlamaModel", "", None),
+            ("LlamaForSequenceClassification", "frozen", None),
+            ("BertModel", "", None),
+            ("BertForSequenceClassification", "", {"r": 4, "target_modules": ["query"], "task_type": "SEQ_CLS"}),
+        ],
+        [("LlamaForSequenceClassification", "frozen", None)],
+    ),
+)
+def test_a_live_model_is_traced_as_it_is(name: str, changed: str, adapted: dict[str, Any] | None) -> None:
+    """Its class, what trains, its adapters: as the spec of the same live model, which reads all of these."""
+    import transformers
+
+    model = getattr(transformers, name)(getattr(transformers, name).config_class(**SIZES))
+    if changed == "frozen":
+        model.get_input_embeddings().requires_grad_(False)
+        getattr(model, "model", model).layers[0].requires_grad_(False)
+    if changed == "checkpointed":
+        model.gradient_checkpointing_enable()
+    if adapted is not None:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(**adapted))
+    for phase in ("train", "forward"):
+        given: dict[str, Any] = {"batch_size": 2, "seq_len": 32, "phase": phase}
+        found = estimate_flops(model, trace=True, **given)
+        ours = estimate_flops(model, convention="full", **given)
+        assert (found.forward, found.backward, found.total) == (ours.forward, ours.backward, ours.total)
+    assert not next(model.parameters()).is_meta
+    with pytest.raises(RecipeError, match="a live model itself says what trains"):
+        estimate_flops(model, trace=True, batch_size=2, seq_len=32, freeze="model.embed_tokens")
+
+
+@pytest.mark.heavy
+def test_a_saved_classifier_is_traced() -> None:
+    named = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], **SIZES}
+    compare(named, batch_size=2, seq_len=33)
+    model = build_model(named, architecture="LlamaForSequenceClassification")
+    bound = bind(model, {"input_ids": torch.full((2, 9), 3)}, phases=("train",))
+    assert bound(2, 33).total == bind(named, convention="full")(2, 33).total
 
 
 @pytest.mark.heavy
@@ -227,6 +280,27 @@ def test_which_axis_is_which() -> None:
     told = bind(Plain(), {"x": torch.randn(5, 5, 12)}, dims={"x": ("b", "n", None)}, phases=("forward",))
     plain = bind(Plain(), {"x": torch.randn(2, 5, 12)}, phases=("forward",))
     assert told(2, 9, phase="forward").total == plain(2, 9, phase="forward").total
+
+
+def test_a_module_without_a_length() -> None:
+    """The last axis is neither batch nor length: said by dims, then the batch alone is a workload."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x)
+
+    example = {"x": torch.randn(4, 8)}
+    with pytest.raises(FlopcalcError, match=r"axes were taken as dims=\{'x': \('b', 'n'\)\}; bind\(module, example"):
+        bind(Rows(), example, phases=("forward",))
+    told = bind(Rows(), example, dims={"x": ("b", None)}, phases=("forward",))
+    assert told(5, phase="forward").total == told(5, 1, phase="forward").total == 2 * 5 * 8 * 6
+    for arguments, words in (((5, 32), "no length: leave seq_len out"), ((example,), "by name: batch=")):
+        with pytest.raises(WorkloadError, match=words):
+            told(*arguments, phase="forward")  # type: ignore[arg-type]
 
 
 @pytest.mark.heavy
