@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from flopcalc.base.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
-from flopcalc.base.errors import ConfigError, find_nearest, format_nearest, format_value
+from flopcalc.base.data import describe_install, find_data_file, get_stem, load_toml
+from flopcalc.base.errors import ConfigError, find_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, open_regular, read_json, read_path, read_text
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
@@ -91,6 +91,11 @@ def _find_source(model: object, download: bool) -> Source:
     if hasattr(model, "to_dict"):
         name = type(model).__name__
         return Source(name, _plain(model), name, reference="HF config object")
+    if hasattr(model, "named_parameters"):
+        raise ConfigError(
+            f"{type(model).__name__} is a module without a config: bind(module, example_batch) in Python traces it, "
+            "with the arguments of its forward, such as {'x': tensor}"
+        )
     raise ConfigError(
         "a model is a preset's name, a path, a mapping, a HF config, a HF model or a diffusers pipeline, not "
         f"{type(model).__name__}"
@@ -227,19 +232,24 @@ def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = F
 
 def _describe_near(name: str) -> str:
     """The presets nearest to a name that is none, those that begin with it first; or the type of its first words."""
-    presets = list_data_files("presets")
+    from flopcalc.core.model.names import list_names  # reads all presets: only where a name is refused
+
+    presets = list_names()
     start = re.sub(r"[-_. ]", "", name.lower())
-    longer = [preset for preset in presets if len(start) > 2 and re.sub(r"[-.]", "", preset).startswith(start)]
-    if longer:
-        first = list(dict.fromkeys([*longer[:3], *find_nearest(name, presets)]))
-        return f" Did you mean {', '.join(first[:3])}?"
+    longer = [preset for preset in presets if len(start) > 2 and re.sub(r"[-._]", "", preset).startswith(start)][:3]
     words = re.split("[-_. ]", name[:100].lower())
     types = {each.replace("-", "_"): each for each in list_types()}
     found = next((types[key] for many in range(len(words), 0, -1) if (key := "_".join(words[:many])) in types), None)
-    if found is None:
-        return format_nearest(name, presets)
-    near = format_nearest(name, [preset for preset in presets if preset.startswith(words[0])])
-    return near or f" Models of type {found} are counted from their config.json: give that file, or its folder."
+    is_any = bool(longer) or found is None
+    near = find_nearest(
+        name, [each for each in presets if is_any or (each.startswith(words[0]) and presets[each] == each)]
+    )
+    if longer or near:
+        named = dict.fromkeys(presets[each] for each in (*longer, *near))
+        return f" Did you mean {', '.join([*named][:3])}?"
+    return (
+        f" Models of type {found} are counted from their config.json: give that file, or its folder." if found else ""
+    )
 
 
 def load_preset(path: str) -> Source:

@@ -31,6 +31,13 @@ def find_preset(name: str) -> NamedPreset | None:
     return _Names().find(name)
 
 
+def list_names() -> dict[str, str]:
+    """Every preset and alias, and the last part of every hub id -> the preset."""
+    named = _Names()
+    own = {preset: preset for preset in named.files}
+    return {**own, **{tail: preset for each, preset in named.ids.items() if (tail := each.split("/")[-1]) not in own}}
+
+
 class _Names:
     """All names that presets are found by."""
 

@@ -216,6 +216,18 @@ def test_what_is_no_model(model: Any) -> None:
         load_config(model)
 
 
+class Own:
+    """A torch module, as far as it is looked at."""
+
+    def named_parameters(self) -> list[object]:
+        return []
+
+
+def test_a_module_of_ones_own_is_traced() -> None:
+    with pytest.raises(ConfigError, match=r"Own is a module without a config: bind\(module, example_batch\)"):
+        load_config(Own())
+
+
 def test_what_claims_to_be_a_path() -> None:
     with pytest.raises(ConfigError, match="a model must be a path, not a OddPath"):
         load_config(OddPath())
@@ -297,6 +309,7 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("model", "words"),
     [
         ("qwen2-vll", "Did you mean qwen2-vl"),
+        ("stable-diffusion-1.5", "Did you mean sd-1.5, "),  # by its hub id
         ("GPT3", "Did you mean gpt-3, "),
         ("llama-3.1-4", "Did you mean llama-3.1-405b, "),
         ("Qwen/Qwen3-8B-Lexi", "has no preset; download=True fetches it. Did you mean qwen3-8b"),
@@ -308,7 +321,7 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("org/name", "download=True fetches it"),
         ("x" * 5000, "no preset, file or folder"),
         ("XLM-RoBERTa-base", "Models of type xlm-roberta are counted from their config.json"),
-        ("t5-11b", "Models of type t5 are counted"),
+        ("t5-11b", "Did you mean t5-v1.1-xl, "),
         ("qwen3-9b", "Did you mean qwen3"),
         ("\udc80", "no preset, file or folder"),
     ],
