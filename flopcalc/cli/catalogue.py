@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def models(name: str | None, coverage: bool, as_json: bool) -> None:
     """Supported model families and presets.
 
-    NAME lists those with NAME in their name. If there is only one, it is shown in full. Examples:
+    NAME lists those with NAME in their name. A preset's own name, or the only one found, is shown in full. Examples:
 
       flopcalc models qwen
 
@@ -41,15 +41,15 @@ def models(name: str | None, coverage: bool, as_json: bool) -> None:
         return
     from flopcalc.cli.supported import describe_whole, load_catalogue
 
-    found = load_catalogue()
+    known = found = load_catalogue()
     if name is not None:
-        found = found.find(name)
+        found = known.find(name)
         if len(found.presets) == 1:
             found = found._replace(presets=[describe_whole(found.presets[0])])
     if as_json:
         show_json(found._asdict())
     elif name is not None and len(found.presets) == 1:
-        click.echo(report.format_preset(found.presets[0], found.families))
+        click.echo(report.format_preset(found.presets[0], found.families, known.list_like(name)))
     elif len(found.families) == 1 and not found.presets:
         click.echo(report.format_family(found.families[0]))
     else:

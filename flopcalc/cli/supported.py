@@ -34,11 +34,7 @@ class Catalogue(NamedTuple):
             if wanted in [_plain(name) for name in (preset["name"], preset["hub_id"], *preset["aliases"]) if name]:
                 return self._take_one(preset)
         families = [entry for entry in self.families if _contains(wanted, entry["model_type"], entry["spec"])]
-        presets = [
-            entry
-            for entry in self.presets
-            if _contains(wanted, entry["name"], entry["hub_id"], entry["model_type"], *entry["aliases"])
-        ]
+        presets = self.list_like(text)
         if not families and not presets:
             known = [*(entry["name"] for entry in self.presets), *(entry["model_type"] for entry in self.families)]
             near = format_nearest(text, known)
@@ -46,6 +42,14 @@ class Catalogue(NamedTuple):
                 f"no model type or preset has {format_value(text)} in its name.{near} `flopcalc models` lists all"
             )
         return self._take_one(presets[0]) if len(presets) == 1 else Catalogue(families, presets)
+
+    def list_like(self, text: str) -> list[Entry]:
+        """The presets that have it in their names."""
+        return [
+            entry
+            for entry in self.presets
+            if _contains(_plain(text), entry["name"], entry["hub_id"], entry["model_type"], *entry["aliases"])
+        ]
 
     def _take_one(self, preset: Entry) -> Catalogue:
         return Catalogue([entry for entry in self.families if entry["spec"] == preset["spec"]], [preset])

@@ -54,24 +54,24 @@ def _describe_family(family: Entry) -> dict[str, str]:
     }
 
 
-def format_preset(preset: Entry, families: Sequence[Entry]) -> str:
-    """A preset in full."""
-    counts = preset["parameters_by_kind"]
-    others = [f"{value:,} {kind}" for kind, value in counts.items() if kind != "total" and value != counts["total"]]
+def format_preset(preset: Entry, families: Sequence[Entry], like: Sequence[Entry]) -> str:
+    """A preset in full, and the names of those `like` it."""
+    counts, others = preset["parameters_by_kind"], [each["name"] for each in like if each["name"] != preset["name"]]
+    kinds = [f"{value:,} {kind}" for kind, value in counts.items() if kind != "total" and value != counts["total"]]
     total = f"{format_parameters(counts['total'])} = {counts['total']:,}"
     facts = {
         "also called": ", ".join(preset["aliases"]),
         "hub id": preset["hub_id"] or "",
         "model type": preset["model_type"],
         **(_describe_family(families[0]) if families else {}),
-        "parameters": "; ".join([total, *others]),
+        "parameters": "; ".join([total, *kinds]),
         "context": f"{preset['context']:,} tokens" if preset["context"] else "no limit known",
         **_describe_config(preset["config"]),
     }
     for key in ("preprocessor", "video_preprocessor"):
         if preset[key]:
             facts[key.replace("_", " ")] = _join(preset[key])
-    return _format_facts(preset["name"], {**facts, "source": preset["source"]})
+    return _format_facts(preset["name"], {**facts, "source": preset["source"], "see also": ", ".join(others)})
 
 
 def _describe_config(config: Mapping[str, object]) -> dict[str, str]:

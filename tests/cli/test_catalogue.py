@@ -55,6 +55,7 @@ def test_one_model_in_full(capsys: Capture) -> None:
     assert shown["context"] == 32768
     assert shown["config"]["vision_config"]["depth"] == 32
     lines = run(capsys, "models", "qwen2-vl").splitlines()
+    assert lines[-1].split() == ["see", "also", "qwen2-vl-2b,", "qwen2-vl-72b"]
     assert lines[0] == "qwen2-vl-7b"
     facts = dict(line.split("  ", 1) for line in lines[1:] if line[0] != " ")
     assert {name: text.strip() for name, text in facts.items()} | {
