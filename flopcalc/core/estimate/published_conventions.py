@@ -74,6 +74,13 @@ class QuotedFile(NamedTuple):
     names: Mapping[str, list[str]]
 
 
+# What is quoted, where the convention that it is quoted in was asked for.
+_SHARES = {
+    "hfu": " The convention of an HFU is hardware.",
+    "mfu": " The convention of an MFU is model, unless who quotes it says another, such as palm or 6nd.",
+}
+
+
 @cache
 def load_quoted() -> QuotedFile:
     """The shipped conventions, checked."""
@@ -95,7 +102,7 @@ def find_quoted(name: object) -> PublishedConvention:
     known = load_quoted().conventions
     if isinstance(name, str) and name.lower() in known:
         return known[name.lower()]
-    near = format_nearest(name, known) if isinstance(name, str) else ""
+    near = _SHARES.get(name.lower()) or format_nearest(name, known) if isinstance(name, str) else ""
     raise FlopcalcError(f"no convention {format_value(name)}.{near} Known: {', '.join(known)}")
 
 

@@ -172,7 +172,13 @@ def test_own_conventions_are_the_estimates_own() -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("plam", "Did you mean palm"), ("", "no convention ''"), (None, "no convention None"), (6, "no convention 6")],
+    [
+        ("plam", "Did you mean palm"),
+        ("hfu", "no convention 'hfu'. The convention of an HFU is hardware"),
+        ("", "no convention ''"),
+        (None, "no convention None"),
+        (6, "no convention 6"),
+    ],
 )
 def test_unknown_names(name: Any, words: str) -> None:
     with pytest.raises(FlopcalcError, match=words):
