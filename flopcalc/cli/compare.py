@@ -40,8 +40,15 @@ def compare(models: tuple[str, ...], style: str, output: str | None, given: dict
     """
     for name in (*LISTED, "recompute"):
         if "," in given.get(name, ""):
-            each = " ".join(f"{models[0]}@{name}={value.strip()}" for value in given[name].split(","))
-            raise WorkloadError(f"compare takes one --{name} for all columns; for several write {each}")
+            settings = [f"{name}={value.strip()}" for value in given[name].split(",")]
+            each = " ".join(
+                f"'{model};{one}'" if "@" in model else f"{model}@{one}" for model in models for one in settings
+            )
+            raise WorkloadError(
+                f"compare takes one --{name} for all columns; for several write {each}"
+                + (f". `flopcalc estimate MODEL --{name} {given[name]}` lists them" if name in LISTED else "")
+                + (", `--plot FILE` draws a curve" if name in ("batch", "seq") else "")
+            )
     columns = [_count(text, given) for text in models]
     if style == "json":
         show_json([column.to_dict() for column in columns])

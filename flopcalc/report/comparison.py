@@ -42,7 +42,14 @@ def format_comparison(columns: list[Column], *, is_markdown: bool) -> str:
             rows.append([part, *(_format_some(sum(part_sums[part])) for part_sums in parts)])
     headers = ["", *(column.label for column in columns)]
     lines = [format_grid(headers, rows, "github" if is_markdown else "simple", keys=1)]
-    notes = [f"{column.label}: {note}" for column in columns for note in (*column.estimate.notes, *column.notes)]
+    found = [(*column.estimate.notes, *column.notes) for column in columns]
+    shared = [note for note in found[0] if all(note in each for each in found[1:])] if len(columns) > 1 else []
+    notes = shared + [
+        f"{column.label}: {note}"
+        for column, each in zip(columns, found, strict=True)
+        for note in each
+        if note not in shared
+    ]
     notes += [_MIXED] if len({column.estimate.convention for column in columns}) > 1 else []
     if is_markdown:
         return "\n".join([*lines, "", *(f"- {note}" for note in notes)]).rstrip("\n")
