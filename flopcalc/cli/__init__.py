@@ -11,7 +11,7 @@ from importlib import import_module
 import click
 
 from flopcalc._version import __version__
-from flopcalc.base.errors import FlopcalcError, format_nearest
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli.command import CommandGroup
 from flopcalc.cli.streams import drop_output, prepare_streams
 
@@ -40,12 +40,14 @@ _COMMANDS = {
 
 _MFU = (
     " `flopcalc estimate MODEL --seq N --device GPU --step-time TIME` prints it, "
-    "`flopcalc translate` converts a quoted one."
+    "`flopcalc translate` converts a quoted one, `flopcalc monitor show LOG` shows that of a run."
 )
 _ELSEWHERE = {"mfu": _MFU, "hfu": _MFU, "memory": " `flopcalc predict MODEL --seq N --device GPU --memory` prints it."}
 
 
 class _Commands(CommandGroup):
+    elsewhere = _ELSEWHERE
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
@@ -55,14 +57,6 @@ class _Commands(CommandGroup):
         command = getattr(import_module(_COMMANDS[cmd_name][0]), cmd_name)
         assert isinstance(command, click.Command)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
-            near = _ELSEWHERE.get(args[0].lower()) or format_nearest(args[0], _COMMANDS, 0.6)
-            raise FlopcalcError(f"no command {args[0]!r}.{near} Try flopcalc --help")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

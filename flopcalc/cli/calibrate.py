@@ -40,7 +40,7 @@ _TABLES = "counts, padding, attention, gemm, memory, steps"
     help="Measure whole steps instead of tables, for `flopcalc predict`: under 10 min on an H200.",
 )
 @click.option(
-    "--host", is_flag=True, help="Measure only this CPU and adapt the shipped predictor to it: under a minute."
+    "--host", is_flag=True, help="Adapt the shipped predictor to this machine's CPU: under a minute, needs its GPU."
 )
 @click.option("--check", is_flag=True, help="Measure a sample again; exit code 1 if it disagrees with the tables.")
 @click.pass_context

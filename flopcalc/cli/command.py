@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from flopcalc.base.errors import WorkloadError
+from flopcalc.base.errors import FlopcalcError, WorkloadError, format_nearest
 from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.cli.options import explain_unknown, list_groups
 
@@ -57,6 +58,16 @@ class CommandGroup(click.Group):
     """A group whose commands are of this kind, and that shows its help where none is given."""
 
     command_class = Command
+    elsewhere: Mapping[str, str] = {}  # what is no command -> where it is found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in (known := self.list_commands(ctx)):
+            near = self.elsewhere.get(args[0].lower()) or format_nearest(args[0], known, 0.6)
+            shown = f" `{ctx.command_path} show {args[0]}` shows a file." if "show" in known and not near else ""
+            raise FlopcalcError(f"no command {args[0]!r}.{near}{shown} Try {ctx.command_path} --help")
+        return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:  # alike in every version of click

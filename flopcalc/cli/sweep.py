@@ -196,7 +196,8 @@ def test(ctx: click.Context, logs_dir: str | None, as_json: bool) -> None:
 
 
 @sweep.command()
-@click.option("--logs-dir", default="logs", show_default=True, metavar="DIR", help="Folder of the results.")
+@click.argument("folder", required=False, metavar="[DIR]")
+@click.option("--logs-dir", metavar="DIR", help="Folder of the results, as DIR (default: logs).")
 @click.option(
     "-o", "--output", metavar="FILE", help="Also write the summary as JSON; with --format html, write only the page."
 )
@@ -205,9 +206,15 @@ def test(ctx: click.Context, logs_dir: str | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Plot time, memory and FLOPs: .png, .svg or .pdf.")
 def summarize(
-    logs_dir: str, output: str | None, style: str | None, markdown: bool, as_json: bool, plot_file: str | None
+    folder: str | None,
+    logs_dir: str | None,
+    output: str | None,
+    style: str | None,
+    markdown: bool,
+    as_json: bool,
+    plot_file: str | None,
 ) -> None:
-    """Summarize a sweep: totals, cost of each trainer, failures."""
+    """Summarize the sweep in DIR: totals, cost of each trainer, failures."""
     from flopcalc.measure.sweep import summary
     from flopcalc.measure.sweep.run import load_results
     from flopcalc.report.sweep import format_summary, make_page
@@ -217,7 +224,9 @@ def summarize(
     if len({word for word, _ in given}) > 1:
         raise click.UsageError(f"{' and '.join(flag for _, flag in given)} are two forms: choose one")
     chosen = given[0][0] if given else "table"
-    found = summary.summarize(load_results(logs_dir))
+    if folder is not None and logs_dir is not None:
+        raise click.UsageError(f"the folder is given twice, {folder} and --logs-dir {logs_dir}: give it once")
+    found = summary.summarize(load_results(folder or logs_dir or "logs"))
     if output is not None and chosen != "html":
         _write(output, format_json(found) + "\n")
     if plot_file is not None:

@@ -72,10 +72,11 @@ def _explain_columns(rows: Sequence[Mapping[str, object]]) -> list[str]:
     lines = [
         f"time ×, memory ×, FLOPs ×: over {BASELINE} at the same sizes, by geometric mean; "
         "spread: (p90 - p10) / median;",
-        "counted ÷: operators over analytic FLOPs",
+        "FLOPs: convention hardware; MFU: convention model",
+        "counted ÷: operators over the analytic count of the same products, which has every query-key pair",
     ]
     if any(row.get("measured_over_analytic") is not None for row in rows):
-        lines[1] += "; measured ÷: the GPU's own counters over analytic FLOPs"
+        lines.append("measured ÷: the GPU's own counters over FLOPs")
     return lines
 
 

@@ -189,6 +189,8 @@ def test_bad_input(capsys: Capture, arguments: list[str], words: str) -> None:
     ("arguments", "words"),
     [
         (["estmate"], "no command 'estmate'. Did you mean estimate?"),
+        (["monitor", "out"], "no command 'out'. `flopcalc monitor show out` shows a file. Try flopcalc monitor --help"),
+        (["mfu", "out"], "`flopcalc monitor show LOG` shows that of a run"),
         (["--modle"], "No such option"),
         (["compare"], "Missing argument"),
         (["compare", "gpt2", "gpt3", "--seq", "5"], "no preset, file or folder 'gpt3'"),

@@ -191,6 +191,7 @@ def test_summarize(capsys: Capture) -> None:
     call(capsys, 0, "run", *SMALL, *TWO, "--logs-dir", "elsewhere", "--runs-dir", "r")
     asked = ("summarize", "--logs-dir", "elsewhere")
     text, _ = call(capsys, 0, *asked)
+    assert call(capsys, 0, "summarize", "elsewhere")[0] == text
     assert text.startswith("2 configurations: 2 ok, 0 failed (100.0 %)")
     markdown, _ = call(capsys, 0, *asked, "--markdown", "--output", "results.json")
     assert "| StandardTrainer |" in markdown
@@ -227,7 +228,8 @@ def test_plot(capsys: Capture) -> None:
         ([*SINGLE], "single takes one model: --model-size 1b, or --model"),
         ([*SINGLE, "--model-size", "tiny,1b"], "single takes one model"),
         (["summarize"], "no such file or folder. Give the --logs-dir"),
-        (["sumarize"], "No such command 'sumarize'"),
+        (["summarize", "a", "--logs-dir", "b"], "the folder is given twice, a and --logs-dir b: give it once"),
+        (["sumarize"], "no command 'sumarize'. Did you mean summarize?"),
     ],
 )
 def test_errors_are_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
