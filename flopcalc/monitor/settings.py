@@ -175,9 +175,9 @@ def _flatten(content: Mapping[object, object], where: str, section: str = "") ->
 
 
 def _suggest(key: str) -> str:
-    """Keys that end in the same word, this section's first; else keys that look alike."""
+    """Keys that end in the same word, or begin with it, this section's first; else keys that look alike."""
     section, _, word = key.rpartition(".")
-    same = [known for known in _FIELDS if known.endswith((f".{word}", f"_{word}"))]
+    same = [known for known in _FIELDS if known.endswith((f".{word}", f"_{word}")) or known.startswith(f"{key}_")]
     if same:
         same.sort(key=lambda known: not known.startswith(f"{section}."))
         return f" Did you mean {', '.join(same[:3])}?"

@@ -221,6 +221,7 @@ def test_frequency_of_a_phase(given: dict[str, int] | None, frequency: int, expe
             {"monitoring": {"phase_frequencies": {"warm": 1}}},
             "unknown key 'monitoring.phase_frequencies.warm'. Did you mean monitoring.phase_frequencies.warmup",
         ),
+        ({"monitoring": {"peak": 1}}, "Did you mean monitoring.peak_flops_per_s"),
         ({"monitor": {"frequ": {}}}, "unknown key 'monitor.frequ'. Did you mean monitor.freq"),
         ({"smartmode": {}}, "unknown key 'smartmode'. Did you mean smart_mode"),
         ({"zzz": 1}, "unknown key 'zzz'. Known sections: distributed, hybrid_mode, mlflow, monitor, "),
