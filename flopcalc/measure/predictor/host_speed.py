@@ -60,7 +60,8 @@ def calibrate_host(out: str | None = None, *, command: str = "flopcalc calibrate
     """Measure this host and write <out>/<device-id>.host.json, which `flopcalc predict` reads; its path."""
     if device == "cuda" and not has_gpu():
         raise DeviceError(
-            "`flopcalc calibrate --host` needs an NVIDIA GPU to dispatch to, and found none on this machine"
+            "`flopcalc calibrate --host` needs an NVIDIA GPU to dispatch to, and found none on this machine; "
+            "`flopcalc predict` works without it"
         )
     about = describe_machine(device)
     if load_measured(about["device_id"]) is None:
