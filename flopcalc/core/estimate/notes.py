@@ -32,7 +32,7 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     is_unknown = bool(named) and model.head.table == "none" and has_unknown_head(named)
     if is_unknown:
         notes.append(f"the config names {format_value(named)[1:-1]}, whose head is not known: counted without one")
-    elif model.head.kind != "lm" and (not named or find_ending(named) != model.head.table):
+    elif model.head.kind != "lm" and not model.head.note and (not named or find_ending(named) != model.head.table):
         notes.append(f"counted with head {model.head} in place of the one of {spec.architecture}")
     elif model.head.kind != "lm" and _is_foreign(named, model):
         named = format_value(named)[1:-1]
