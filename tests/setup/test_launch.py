@@ -219,7 +219,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         "padding_free: false\nactivation_offloading: true\n", "TRL",
         {"model": "qwen3-30b-a3b", "seq_len": 512, "batch_size": 4, "compute": "bf16", "recompute": "full",
          "lora": {"r": 16, "targets": ("param:experts.down_proj",)}, "attention_kernel": "eager"},
-        ["packing: a row counts as one text of the full length; lengths gives those of the texts in it",
+        ["packing: a row counts as one text of the full length, lengths gives those of the texts in it",
          "activation_offloading: what lies on the host is counted on the GPU"],
     ),
     "args.json": (

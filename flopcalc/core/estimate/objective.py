@@ -110,7 +110,8 @@ def count_passes(
     if objective.is_paired:
         notes.append(f"{spell('batch')} is in pairs: each is two sequences")
     if len(passes) > 1:
-        notes.append("MFU and HFU count all passes over the time of the whole step, as perf/mfu_step of the monitor")
+        whole = "whole step" + ": a rollout and all updates on it" * ("rollout" in passes)
+        notes.append(f"MFU and HFU count all passes over the time of the {whole}, as perf/mfu_step of the monitor")
     total: Estimate = sum(passes.values())  # type: ignore[assignment]
     return total.replace(passes=passes).add_notes(notes)
 

@@ -25,7 +25,7 @@ _OPTIMIZERS = {
     "sgd": ("sgd",),
 }  # fmt: skip
 _SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "ep", "virtual",
-          "lora.r", "nodes", "objective.completion", "objective.prompt", "objective.group")  # fmt: skip
+          "lora.r", "nodes", "objective.completion", "objective.prompt", "objective.group", "objective.rollout")  # fmt: skip
 _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16",
           "tf32", "fp8", "lora.all_linear",
           "freeze.vision", "freeze.projector", "freeze.language", "objective.score",
@@ -158,6 +158,9 @@ class LaunchSettings:
         said, found = self._said, dict[str, Taken]()
         spread = math.prod(said[word].value for word in ("tp", "cp", "pp") if word in said)
         found |= {word: said[word] for word in ("batch", "gpus", "global_batch") if word in said}
+        rollout = said.get("objective.rollout")
+        if rollout is not None and "objective" in said and said["objective"].value == "grpo":  # a step is all of it
+            found["global_batch"] = said["global_batch"] = rollout
         for word, times in (("gpus", "nodes"), ("global_batch", "objective.group")):
             if word in found and times in said:
                 pair = (said[word], said[times])
