@@ -264,7 +264,7 @@ REWARD = "the reward model's pass is not counted, estimate its forward pass by i
                 "pretrain none", "pretrain a/b"
             ),
             [
-                "vllm_num_engines, reward_num_gpus_per_node: gpus are those of the actor alone, for the MFU of all give "
+                "vllm_num_engines, ref_num_gpus_per_node: gpus are those of the actor alone, for the MFU of all give "
                 "their sum as gpus",
                 f"reward_pretrain: {REWARD}",
                 f"train_batch_size: {UPDATE}",

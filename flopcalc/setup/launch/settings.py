@@ -25,7 +25,8 @@ _OPTIMIZERS = {
     "sgd": ("sgd",),
 }  # fmt: skip
 _SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "ep", "virtual",
-          "lora.r", "nodes", "objective.completion", "objective.prompt", "objective.group", "objective.rollout")  # fmt: skip
+          "lora.r", "nodes", "objective.completion", "objective.prompt", "objective.group",
+          "objective.rollout")  # fmt: skip
 _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16",
           "tf32", "fp8", "lora.all_linear",
           "freeze.vision", "freeze.projector", "freeze.language", "objective.score",
