@@ -111,7 +111,15 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "--text", "5"], "--seq and --text contradict each other"),
     (["--model", "gpt2", "--seq", "5", "--lengths", "5"], "--seq and --lengths contradict"),
     (["--model", "gpt2", "--text", "5", "--lengths", "5"], "--text and --lengths contradict"),
-    (["--model", "gpt2", "--lengths", "5", "--batch", "1"], "--batch contradicts it"),
+    (
+        ["--model", "gpt2", "--seq", "10", "--objective", "orpo"],
+        "orpo is dpo without a reference: give dpo,reference=no",
+    ),
+    (
+        ["--model", "gpt2", "--seq", "10", "--objective", "ppo"],
+        "ppo has passes that are not counted; none counts plain",
+    ),
+    (["--model", "gpt2", "--seq", "1000", "--global-batch", "16M"], "are 16.78B tokens a step; a number of tokens is"),
     (["--model", "gpt2", "--seq", "5", "--context", "5"], "context belongs to phase decode, not train"),
     (["--model", "gpt2", "--seq", "5", "--context", "0", "--phase", "prefill"], "context belongs to phase decode"),
     (["--model", "gpt2", "--lengths", "5", "--phase", "decode"], "decode takes neither"),

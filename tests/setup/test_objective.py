@@ -75,7 +75,7 @@ def _h200() -> Any:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"objective": "ppo"}, "'ppo' unknown"),
+        ({"objective": "ppo"}, "ppo has passes that are not counted"),
         ({"objective": 3}, "a mapping, not 3"),
         ({"objective": "dpo,reference"}, "no KEY=VALUE"),
         ({"objective": "dpo,teacher=gpt2"}, "dpo has completion, reference, not 'teacher'"),
@@ -260,7 +260,7 @@ REWARD = "the reward model's pass is not counted, estimate its forward pass by i
     [
         (EARLIER_RL, [f"train_batch_size: {UPDATE}"]),
         (
-            EARLIER_RL.replace("colocate_all_models", "reward_num_gpus_per_node 8").replace(
+            EARLIER_RL.replace("colocate_all_models", "ref_num_gpus_per_node 8").replace(
                 "pretrain none", "pretrain a/b"
             ),
             [

@@ -25,6 +25,7 @@ from flopcalc.core.model.components import Pipeline, read_pipeline
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op, Pointwise, Stage, Weighted, join, map_ops
 from flopcalc.core.recipe.recipe import make_recipe
+from flopcalc.core.spec.merge import list_pipelines
 from flopcalc.core.spec.spec import find_spec
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device
@@ -207,7 +208,9 @@ class PipelineEstimator(Estimator):
                 raise WorkloadError(f"{spell(field)} belongs to phase sample, not {asked.phase}")
         own = self.pipeline
         if asked.strength is not None and (own is None or own.strength is None):
-            raise WorkloadError(f"{spell('strength')}: {name} runs all of its steps")
+            from_image = "" if own is None else own.name.replace("Pipeline", "Img2ImgPipeline")
+            other = f"; {spell('model_type', from_image)} takes it" if from_image in list_pipelines() else ""
+            raise WorkloadError(f"{spell('strength')}: {name} runs all of its steps{other}")
         if asked.strength is not None and asked.strength > 1:
             raise WorkloadError(f"{spell('strength')} must be at most 1, not {asked.strength:g}")
         if asked.references is not None and (own is None or "references" not in own.tables):

@@ -14,7 +14,7 @@ from flopcalc.base.errors import ConfigError, find_nearest, format_nearest, form
 from flopcalc.base.files import MAX_JSON_BYTES, open_regular, read_json, read_path, read_text
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
-from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
+from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, is_pipeline, name_class, read_folder
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.spec.aliases import list_types, map_config, name_family
 from flopcalc.core.spec.merge import list_pipelines
@@ -58,7 +58,11 @@ def load_config(
     if model_type is not None:
         if not isinstance(model_type, str):
             raise ConfigError(f"model_type must be the name of a family, not {format_value(model_type)}")
-        source = source.replace(config=name_family(source.config, model_type, source.where))
+        if is_pipeline(source.config) and model_type in list_pipelines():
+            named = {**source.config, "_class_name": model_type}
+        else:
+            named = name_family(source.config, model_type, source.where)
+        source = source.replace(config=named)
     return _map_known(_checked(source), own)
 
 
@@ -236,10 +240,11 @@ def _describe_near(name: str) -> str:
     words = re.split("[-_. ]", name[:100].lower())
     types = {each.replace("-", "_"): each for each in list_types()}
     found = next((types[key] for many in range(len(words), 0, -1) if (key := "_".join(words[:many])) in types), None)
-    if found is None:
-        return format_nearest(name, presets)
-    near = format_nearest(name, [preset for preset in presets if preset.startswith(words[0])])
-    return near or f" Models of type {found} are counted from their config.json: give that file, or its folder."
+    alike = [
+        each for each in presets if each[0] == name[:1].lower() and find_nearest(words[0], re.split("[-.]", each)[:1])
+    ]
+    counted = f" Models of type {found} are counted from their config.json: give that file, or its folder."
+    return format_nearest(name, alike) + counted * (found is not None)
 
 
 def load_preset(path: str) -> Source:

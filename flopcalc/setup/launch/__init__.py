@@ -44,7 +44,7 @@ _FOLDER = os.path.dirname(__file__)
 # An option that is given takes the place of these too.
 _TOGETHER = (
     {"recompute", "gradient_checkpointing"}, {"compute", "dtype", "autocast"}, {"seq", "text", "lengths"},
-    {"batch", "lengths"}, {"grad_accum", "global_batch"}, {"freeze", "train_only", "lora"}, {"lora", "train_only"},
+    {"grad_accum", "global_batch"}, {"freeze", "train_only", "lora"}, {"lora", "train_only"},
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def read_launch(launch: Any, *, is_alone: bool = False) -> Launch:
             if found := [each["says"] for each in notes if _is_noted(key, values, each)]:
                 noted.setdefault(found[0], []).append(key)
             if key in keys:
-                if not settings.take(keys[key], value, key):
+                if not settings.take(keys[key], value, key) and not found:
                     unknown.append(f"{key}: {format_value(value)}")
             elif not found and not _is_ignored(key, value, [*table["ignored"]["keys"], *pieces, "command"]):
                 unknown.append(key)
@@ -220,7 +220,7 @@ def apply_launch(
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
         raise ConfigError(
-            f"{', '.join(dict.fromkeys(found.files))}: no known model in it; name the model yourself"
+            f"{', '.join(dict.fromkeys(found.files))}: it does not say the whole model; name the model yourself"
             + (f" (not understood: {', '.join(unknown)})" if unknown else "")
         )
     lora = taken.get("lora")

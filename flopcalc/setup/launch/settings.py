@@ -108,7 +108,9 @@ class LaunchSettings:
         shape = {word[6:]: self._said.pop(word) for word in [*self._said] if word.startswith("shape.")}
         if {"num_layers", "hidden_size", "num_attention_heads"} <= shape.keys():
             if not {"vocab_size", "padded_vocab_size"} & shape.keys():
-                return [f"{shape['num_layers'].key} …: the model's vocabulary is not said; name the model yourself"]
+                return [
+                    f"{shape['num_layers'].key} …: the model's vocabulary is not said, add --vocab-size N to the script"
+                ]
             tp = self._said["tp"].value if "tp" in self._said else 1
             config = map_arguments({word: each.value for word, each in shape.items()}, tp)
             self._said.setdefault("model", Taken(config, ", ".join(each.key for each in shape.values())))

@@ -170,7 +170,7 @@ def test_old_names_of_classes_are_known() -> None:
         (
             "flux.1-dev",
             {"images": [(64, 64)], "strength": 0.5, "sampling_steps": 2},
-            "flux.1-dev runs all of its steps",
+            'flux.1-dev runs all of its steps; model_type="FluxImg2ImgPipeline" takes it',
         ),
         ("flux.1-dev", {"images": [(64, 64)], "references": 1}, "reads no given images as tokens"),
         ("flux.1-dev", {"images": [(64, 64)], "images_per_prompt": 2}, "images_per_prompt belongs to phase sample"),
@@ -227,6 +227,13 @@ def test_a_vae_encodes_the_image_that_a_video_starts_from() -> None:
     assert estimate_flops(config, **asked).total == plain + encoded
     started = {**config, "expand_timesteps": True}
     assert plain < estimate_flops(started, **asked).total < plain + encoded / 10
+
+
+def test_a_preset_is_counted_as_its_pipeline_of_given_images() -> None:
+    asked: dict[str, Any] = {"images": [(512, 512)], "sampling_steps": 10, "parts": "denoiser"}
+    given = estimate_flops("sdxl", **asked, strength=0.6, model_type="StableDiffusionXLImg2ImgPipeline")
+    whole = estimate_flops("sdxl", **asked, guidance=given.pipeline.guidance if given.pipeline else None)
+    assert 10 * given.total == 6 * whole.total
 
 
 def test_strength_leaves_steps_out() -> None:
