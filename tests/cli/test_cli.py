@@ -98,6 +98,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "qwen2-vl", "--seq", "99", "--image", "no.png"], "neither WIDTHxHEIGHT nor a file"),
     (["--model", "qwen2-vl", "--seq", "99", "--max-pixels", "9"], "--max-pixels needs --image or --video"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--image", "9x9", "--max-pixels", "9"], "has no such limit"),
+    (
+        ["--model", "vit-base", "--image", "9x9", "--max-pixels", "9"],
+        "; --image-grid 1,H,W takes another size in patches",
+    ),
     (["--model", "llava-1.5-7b", "--seq", "999", "--video", "9s@1fps"], "--video: llava-1.5-7b takes no videos"),
     (["--model", "qwen2-vl", "--seq", "999", "--video", "9s"], "'9s' is no video; write 30s@2fps"),
     (["--model", "gpt2", "--seq", "9", "--video", "9s@1fps"], "is a text model: it takes no videos"),

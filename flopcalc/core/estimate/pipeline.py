@@ -208,9 +208,12 @@ class PipelineEstimator(Estimator):
                 raise WorkloadError(f"{spell(field)} belongs to phase sample, not {asked.phase}")
         own = self.pipeline
         if asked.strength is not None and (own is None or own.strength is None):
-            from_image = "" if own is None else own.name.replace("Pipeline", "Img2ImgPipeline")
-            other = f"; {spell('model_type', from_image)} takes it" if from_image in list_pipelines() else ""
-            raise WorkloadError(f"{spell('strength')}: {name} runs all of its steps{other}")
+            ways = [
+                f"; {spell('model_type', each)} takes it"
+                for each in list_pipelines()
+                if own and each == own.name.replace("Pipeline", "Img2ImgPipeline")
+            ]
+            raise WorkloadError(f"{spell('strength')}: {name} runs all of its steps{''.join(ways)}")
         if asked.strength is not None and asked.strength > 1:
             raise WorkloadError(f"{spell('strength')} must be at most 1, not {asked.strength:g}")
         if asked.references is not None and (own is None or "references" not in own.tables):
