@@ -227,8 +227,7 @@ def _choose_layout(
         given.setdefault("ep", ranks)
     layout = Deployment(**given)
     if gpus is not None and gpus != layout.gpus:
-        ways = f"give {spell('dp', 'N')} or {spell('tp', 'N')} too"
-        raise WorkloadError(f"{spell('gpus', gpus)} is not tp · dp · pp = {layout.gpus}: {ways}")
+        raise WorkloadError(f"{spell('gpus', gpus)} is not tp · dp · pp = {layout.gpus}")
     check_layout(layout, model)
     return layout
 

@@ -316,7 +316,7 @@ def test_what_does_not_fit() -> None:
         ({"input_len": 200_000}, "more than the 131,072 positions"),
         ({"seq_len": 5}, "serving takes no seq_len"),
         ({"device": None}, "on which device"),
-        ({"gpus": 4}, "gpus=4 is not tp · dp · pp = 1: give dp="),
+        ({"gpus": 4}, "gpus=4 is not tp · dp · pp = 1"),
         ({"input_len": "8k..1k"}, "the first length is the smaller one"),
         ({"ttft": "2s@p94"}, "after @ comes p50, p90, p95 or p99"),
         ({"itl": "soon"}, "is not a time such as 2s or 30ms"),
