@@ -102,8 +102,8 @@ def format_coverage(coverage: Coverage, registries: Sequence[Registry], launched
         [mapping.auto_class, mapping.supported, len(mapping.entries), len(mapping.entries) - mapping.apart]
         for mapping in coverage.mappings
     ]
-    shown = 4 if any(mapping.apart for mapping in coverage.mappings) else 3
     header = ["mapping", "with a spec", "types", "that make images or videos"]
+    shown = 4 if any(mapping.apart for mapping in coverage.mappings) else 3
     lines.append(format_grid(header[:shown], [row[:shown] for row in rows]))
     missing: dict[tuple[str, str], str] = {}
     for mapping in coverage.mappings:

@@ -120,10 +120,13 @@ class PipelineEstimator(Estimator):
             runs_of_steps = pipeline.count_runs(steps, strength)
             notes = (*notes, *pipeline.describe_runs(steps, runs_of_steps, strength))
             first = pipeline.count_first(steps, runs_of_steps)
-        passes = pipeline.passes if guided and pipeline is not None else 1 + bool(guided)
-        references = asked.references if asked.references is not None or pipeline is None else pipeline.references
-        leading = 0 if pipeline is None else pipeline.tables.get("leading", 0)  # latents of a given image before them
-        grid = (grid[0] * (1 + (references or 0)) + int(leading), *grid[1:])
+        passes = int(pipeline.tables.get("passes", 2)) if guided and pipeline is not None else 1 + bool(guided)
+        references = asked.references
+        if references is None:  # given images that are read as tokens
+            references = 0 if pipeline is None else int(pipeline.tables.get("references", 0))
+        # Latents of what is given beside them.
+        leading = pipeline.size("leading", 0, frames) if pipeline is not None and "leading" in pipeline.tables else 0
+        grid = (grid[0] * (1 + references) + leading, *grid[1:])
         chosen = self._choose(asked.parts)
         batch = asked.batch * asked.images_per_prompt
         read = pipeline.count_read(text) if pipeline is not None else text
@@ -175,14 +178,15 @@ class PipelineEstimator(Estimator):
                 add(part.name, _TEXT, estimate * (2 if guided and pipeline.encodes_negative() else 1))
             else:
                 times = latents.count_times(section, per_frame)
-                places = (times, grid[1] * latents.pack, grid[2] * latents.pack)
+                side = latents.pack * (1 if pipeline is None else int(pipeline.tables.get("enlarged", 1)))
+                places = (times, grid[1] * side, grid[2] * side)
                 sides: dict[str, Any] = (
                     {"videos": (places,) * batch} if samples else {"grids": ((section, height, width),) * batch}
                 )
                 estimate = part.estimator.estimate(Workload(batch, 0, phase="forward", **sides))
-                estimate *= pipeline.decoded * sections if pipeline is not None and samples else 1
+                estimate *= int(pipeline.tables.get("decoded", 1)) * sections if pipeline is not None and samples else 1
                 found = pipeline.count_given(frames, strength, bool(guided)) if pipeline is not None else []
-                for given, encoded in [*found, (1, references or 0)]:
+                for given, encoded in [*found, (1, references)]:
                     if encoded:  # what the VAE encodes for the denoiser, once for a prompt
                         start = ((given, height, width),) * asked.batch
                         estimate += (
@@ -256,7 +260,9 @@ class PipelineEstimator(Estimator):
             return tuple(notes)
         if any(part.kind == _DENOISER for part in self.parts):
             notes.append(pipeline.describe_split())
-        if pipeline.is_binned and (width, height) != (own := (pipeline.size("width"), pipeline.size("height"))):
+        if pipeline.tables.get("binned") and (width, height) != (
+            own := (pipeline.size("width"), pipeline.size("height"))
+        ):
             notes.append(
                 f"counted at {width}x{height}; unless use_resolution_binning is False, {pipeline.name} makes the image "
                 f"at the nearest of its own sizes, of about {own[0]}x{own[1]} pixels, and resizes it"

@@ -18,7 +18,7 @@ _KEYS = {
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
     "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts", "section", "sections",
-    "leading", "beside_text", "stages", "prompts", "notes", "last", "parts", "pipeline", "sized",
+    "leading", "beside_text", "stages", "prompts", "notes", "parts", "pipeline", "sized", "enlarged",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -45,13 +45,9 @@ class Pipeline(Value):
     values: PipelineNames
     tables: Mapping[str, Any]
 
-    @property
-    def reads_text(self) -> bool:
-        return "text" in self.tables
-
     def count_text(self) -> int:
         """The length of the text that a plain call is padded to."""
-        return self.size("text") if self.reads_text else 0
+        return self.size("text") if "text" in self.tables else 0
 
     def count_read(self, text: int) -> int:
         """Positions of text that the denoiser reads."""
@@ -97,21 +93,6 @@ class Pipeline(Value):
                 if name not in known and isinstance(part, Mapping)
             ),
         ]
-
-    @property
-    def passes(self) -> int:
-        """Runs of the denoiser in a step with guidance."""
-        return int(self.tables.get("passes", 2))
-
-    @property
-    def decoded(self) -> int:
-        """Images that the VAE makes for one of the denoiser's."""
-        return int(self.tables.get("decoded", 1))
-
-    @property
-    def references(self) -> int:
-        """Given images that the denoiser reads as tokens after those of the latents, where nobody says how many."""
-        return int(self.tables.get("references", 0))
 
     @property
     def strength(self) -> float | None:
@@ -169,11 +150,6 @@ class Pipeline(Value):
             f"of {self._find_shift():g} spaces them"
         )
 
-    @property
-    def is_binned(self) -> bool:
-        """Whether the pipeline makes an image at the nearest of its own sizes, then resizes it."""
-        return bool(self.tables.get("binned", False))
-
     def count_given(self, frames: int, strength: float | None = None, guided: bool = False) -> list[tuple[int, int]]:
         """Frames of what the VAE encodes for the denoiser (an image, or a whole video), and how many of these."""
         share = 1 if strength is None else parse_exact(str(strength), "strength")
@@ -209,12 +185,12 @@ class Pipeline(Value):
         """Whether guidance encodes a second, empty prompt."""
         return evaluate_truth(str(self.tables.get("encodes_negative", "true")), self.values)
 
-    def size(self, key: str, text: int = 0) -> int:
+    def size(self, key: str, text: int = 0, frames: int = 1) -> int:
         """One of its expressions, as a whole number; 1 frame where it says none."""
         if key == "frames" and key not in self.tables:
             return 1
         try:
-            return _check_whole(evaluate(str(self.tables[key]), self.values.with_text(text)), key)
+            return _check_whole(evaluate(str(self.tables[key]), self.values.with_text(text, frames)), key)
         except MissingNameError as error:
             raise ConfigError(f"{self.name}: missing key {error.name!r}, needed for its {key}") from None
 

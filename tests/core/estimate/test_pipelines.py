@@ -178,7 +178,7 @@ def test_old_names_of_classes_are_known() -> None:
         ({"_class_name": "FluxTransformer2DModel"}, {}, "how large are the images"),
         ({"_class_name": "FluxTransformer2DModel"}, {"images": [(64, 64)], "phase": "sample"}, "(sampling_steps=N)"),
         ({"_class_name": "AutoencoderKL"}, {"images": [(64, 64)]}, "part of other models"),
-        ({"_class_name": "WuerstchenDecoderPipeline"}, {}, "pipeline 'WuerstchenDecoderPipeline' is not described"),
+        ({"_class_name": "VQDiffusionPipeline"}, {}, "pipeline 'VQDiffusionPipeline' is not described"),
         ({"_class_name": "FluxPipeline"}, {}, "needs its transformer's config"),
         (
             {"_class_name": "AnimateDiffPipeline", "unet": {"_class_name": "UNet2DConditionModel"}},

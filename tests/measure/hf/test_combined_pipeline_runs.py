@@ -10,7 +10,10 @@ from tiers import mark_heavy
 pytest.importorskip("diffusers")
 import torch
 from diffusers import DDPMWuerstchenScheduler, UnCLIPScheduler
-from diffusion import TINY, TINY_VAES
+from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCondition
+from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
+from diffusion import TINY, TINY_VAES, UPSAMPLERS
+from PIL import Image
 from test_more_pipeline_runs import CASES as MORE_CASES
 from test_more_pipeline_runs import ClipImage, Embedder, Pair, Tokenizer
 from test_pipeline_runs import CASES as FIRST
@@ -85,6 +88,88 @@ for key in ("width", "height"):
     for name in ("amused, image", "amused, inpaint"):
         CASES[name].more = {option: value for option, value in CASES[name].more.items() if option != key}
         CASES[name].asked = {"text": TEXT, "strength": 0.5}
+_W = MORE_CASES["cascade, prior"].change("WuerstchenPriorPipeline", denoiser="WuerstchenPrior")
+_W.config, _W.more = TINY["WuerstchenPrior"], {}
+_W_DECODER = {
+    "denoiser": "WuerstchenDiffNeXt", "vae": "PaellaVQModel", "sized": False, "text": 0, "asked": {"text": 77},
+    "vae_config": {**TINY_VAES["PaellaVQModel"], "latent_channels": 4},
+}  # fmt: skip
+_KARLO_DECODER = {
+    "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10, "in_channels": 3,
+    "out_channels": 6, "down_block_types": ["ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"], "sample_size": 64,
+    "up_block_types": ["SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"], "attention_head_dim": 4,
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn", "class_embed_type": "identity", "norm_num_groups": 4,
+    "resnet_time_scale_shift": "scale_shift",
+}  # fmt: skip
+_LARGER = ("UNet2DModel", {**TINY["UNet2DModel"], "in_channels": 6, "out_channels": 3, "sample_size": 32})
+
+
+class TextProjection(torch.nn.Module):
+    """Hands on states of a text with four tokens of an image, and what is added to the embedding of the time."""
+
+    clip_extra_context_tokens, device = 4, torch.device("cpu")
+
+    def forward(self, text_encoder_hidden_states: Any, **_options: Any) -> Any:
+        batch, length, width = text_encoder_hidden_states.shape
+        return torch.randn(batch, length + 4, width), torch.randn(batch, 32)
+
+
+_KARLO = _SD.change(
+    "UnCLIPPipeline", text=0, size=(64, 64), scale="decoder_guidance_scale",
+    more={"prompt": "words", "decoder_num_inference_steps": 3},
+)  # fmt: skip
+_KARLO.config = _KARLO_DECODER
+_KARLO.others = {
+    "prior": ("PriorTransformer", {**TINY["PriorTransformer"], "num_embeddings": 77}),
+    "super_res_first": _LARGER, "super_res_last": _LARGER,
+}  # fmt: skip
+_KARLO.set = {
+    "tokenizer": Tokenizer(), "text_encoder": Embedder(), "text_proj": TextProjection(),
+    **{f"{part}_scheduler": UnCLIPScheduler() for part in ("prior", "super_res")},
+    "decoder_scheduler": UnCLIPScheduler(variance_type="learned_range"),
+}  # fmt: skip
+_LTX = FIRST["ltx-video"].change(
+    "LTXLatentUpsamplePipeline", denoiser="LTXLatentUpsamplerModel", text=0, steps=1, frames=9, video="video", scale="",
+    more={"width": 64, "height": 96},
+)  # fmt: skip
+_LTX.config = UPSAMPLERS["LTXLatentUpsamplerModel"]
+_LTX2 = MORE_CASES["ltx-2, condition"].change("LTX2InContextPipeline")
+_REFERENCE = LTX2ReferenceCondition(frames=[Image.new("RGB", (64, 96))] * 9)
+_HDR = LTX2HDRReferenceCondition(frames=[Image.new("RGB", (64, 96))] * 9)
+_LTX2.more = {"reference_conditions": _REFERENCE, "audio_guidance_scale": 1.0}
+CASES |= {
+    "wuerstchen, prior": _W,
+    "wuerstchen": _W.change(
+        "WuerstchenDecoderPipeline", set={"text_encoder": Embedder(), "tokenizer": Tokenizer()},
+        more={"prompt": "words", "image_embeddings": torch.randn(1, 4, 9, 6)}, **_W_DECODER,
+    ),
+    "wuerstchen, combined": _W.change(
+        "WuerstchenCombinedPipeline", scale="decoder_guidance_scale", more={"prompt": "words"},
+        set={
+            "prior_text_encoder": Embedder(), "prior_tokenizer": Tokenizer(), "text_encoder": Embedder(),
+            "tokenizer": Tokenizer(), "prior_scheduler": DDPMWuerstchenScheduler(),
+        },
+        **_W_DECODER,
+    ),
+    "karlo": _KARLO,
+    "karlo, image": _KARLO.change("UnCLIPImageVariationPipeline"),
+    "ltx-video, larger": _LTX,
+    "ltx-2, larger": _LTX.change(
+        "LTX2LatentUpsamplePipeline", denoiser="LTX2LatentUpsamplerModel", vae="AutoencoderKLLTX2Video",
+        vae_config=_LTX2.vae_config,
+    ),
+    "ltx-2, in context": _LTX2,
+    "ltx-2, hdr": _LTX2.change("LTX2HDRPipeline"),
+}  # fmt: skip
+CASES["ltx-2, hdr"].more = {"reference_conditions": _HDR}
+for name in ("wuerstchen", "wuerstchen, combined"):
+    CASES[name].config = {**TINY["WuerstchenDiffNeXt"], "c_in": 4, "c_out": 4}
+CASES["wuerstchen, combined"].others = {"prior_prior": ("WuerstchenPrior", TINY["WuerstchenPrior"])}
+CASES["wuerstchen, combined"].more |= {"width": 256, "height": 384}
+CASES["ltx-2, larger"].config = UPSAMPLERS["LTX2LatentUpsamplerModel"]
+CASES["karlo, image"].others = {key: other for key, other in _KARLO.others.items() if key != "prior"}
+CASES["karlo, image"].set = {**_KARLO.set, "image_encoder": ClipImage(10), "feature_extractor": None}
+CASES["karlo, image"].more = {"image": torch.zeros(1, 3, 8, 8), "decoder_num_inference_steps": 3}
 CASES["cascade, combined"].config = {**MORE_CASES["cascade"].config, "effnet_in_channels": 4}
 CASES["cascade, combined"].others = {"prior_prior": ("StableCascadeUNet", _CASCADE.config)}
 CASES["cascade, combined"].set = {"prior_text_encoder": Embedder(), "prior_scheduler": DDPMWuerstchenScheduler()}

@@ -17,7 +17,7 @@ from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint, pipeline_qwenimage_layered
 from test_more_pipeline_runs import _FIBO, Tokenizer
 from test_more_pipeline_runs import CASES as MORE_CASES
-from test_pipeline_runs import _CONTROL, EULER, HEIGHT, PLAIN, TEXT, WIDTH, Case, count_both
+from test_pipeline_runs import _CONTROL, EULER, FLOW, HEIGHT, PLAIN, TEXT, WIDTH, Case, count_both
 from test_pipeline_runs import CASES as FIRST
 from transformers import BatchFeature
 
@@ -136,6 +136,16 @@ CASES = {
         beside={**_CONTROL, **{key: _BLIP.config[key] for key in ("block_out_channels", "down_block_types")}},
     ),
 }  # fmt: skip
+_COSMOS = Case(
+    "Cosmos3OmniPipeline", "Cosmos3OmniTransformer", {"latent_channel": 2, "patch_latent_dim": 8}, "AutoencoderKLWan",
+    PLAIN, "UniPCMultistepScheduler", FLOW, frames=13, scale="always", text=0, asked={"text": TEXT},
+    more={"prompt": "words", "width": 64, "height": 96},
+)  # fmt: skip
+_COSMOS.set = {
+    "enable_safety_checker": False, "text_tokenizer": MagicMock(),
+    "tokenize_prompt": lambda *_prompts, **_options: ([1] * TEXT, [1] * TEXT),
+}  # fmt: skip
+CASES["cosmos 3"] = _COSMOS
 CASES["longcat, edit"].more = {"prompt": "words"}
 CASES["omnigen"].set = {"tokenizer": Ids()}
 ALWAYS_GUIDED = ("omnigen",)

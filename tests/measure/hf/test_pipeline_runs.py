@@ -674,7 +674,7 @@ def test_a_run_is_counted_exactly(name: str, guided: bool) -> None:
     assert ours == theirs
 
 
-_DENOISERS = ("unet", "transformer", "decoder", "prior")
+_DENOISERS = ("unet", "transformer", "decoder", "prior", "latent_upsampler")
 
 
 def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]]:
@@ -699,8 +699,9 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
         parts["controlnet"] = build(name, case.beside).eval()
     parts |= {name: build(*other).eval() for name, other in case.others.items()}
     watched = torch.nn.ModuleDict(parts)
-    parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
     needed = inspect.signature(kind.__init__).parameters
+    if "scheduler" in needed:
+        parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
     given = {
         each.name: None for each in needed.values() if each.name != "self" and each.default is inspect.Parameter.empty
     }
@@ -717,9 +718,12 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
     pipeline.set_progress_bar_config(disable=True)
     call = case.make_call(guided)
 
+    if "num_inference_steps" in inspect.signature(kind.__call__).parameters:
+        call["num_inference_steps"] = case.steps
+
     def run() -> None:
         with torch.no_grad():
-            pipeline(num_inference_steps=case.steps, output_type="np", **call)
+            pipeline(output_type="np", **call)
 
     with sdpa_kernel(SDPBackend.MATH):
         counted = count_flops(watched, run)
