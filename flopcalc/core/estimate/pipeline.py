@@ -248,7 +248,8 @@ class PipelineEstimator(Estimator):
             raise WorkloadError(f"how large are the images? Give {what}")
         width, height, frames = (self.pipeline.size(key) for key in ("width", "height", "frames"))
         size = f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
-        return width, height, frames, (f"no size given: {size}, as {self.pipeline.name} takes by itself",)
+        note = f"no size given: {size}, as {self.pipeline.name} takes by itself"
+        return width, height, frames, () if self._names else (note,)
 
     def _describe_parts(self, samples: bool, width: int, height: int) -> tuple[str, ...]:
         """What should be known of the pipeline's parts, and of sizes that it changes by itself."""
@@ -515,8 +516,8 @@ def bind_pipeline(
     for table in pipeline.tables.get("stages", ()):
         given = {name: source.config[whole] for name, whole in table["parts"].items() if source.config.get(whole)}
         others.append(bind_pipeline(source.replace(config={**given, "_class_name": table["pipeline"]}), make, table))
-    uncounted = [*pipeline.list_uncounted(source.config), *(note for other in others for note in other.uncounted)]
-    return PipelineEstimator(denoiser, pipeline, tuple(parts), tuple(uncounted), tuple(others))
+    uncounted = tuple(pipeline.list_uncounted(source.config))
+    return PipelineEstimator(denoiser, pipeline, tuple(parts), uncounted, tuple(others))
 
 
 def _perturb(model: BoundModel, modules: Sequence[str]) -> BoundModel:
