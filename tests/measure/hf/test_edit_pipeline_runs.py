@@ -15,6 +15,8 @@ from diffusers.pipelines.joyimage.image_processor import JoyImageEditImageProces
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint, pipeline_qwenimage_layered
+from diffusion import TINY
+from PIL import Image
 from test_more_pipeline_runs import _FIBO, Tokenizer
 from test_more_pipeline_runs import CASES as MORE_CASES
 from test_pipeline_runs import _CONTROL, EULER, FLOW, HEIGHT, PLAIN, TEXT, WIDTH, Case, count_both
@@ -145,7 +147,22 @@ _COSMOS.set = {
     "enable_safety_checker": False, "text_tokenizer": MagicMock(),
     "tokenize_prompt": lambda *_prompts, **_options: ([1] * TEXT, [1] * TEXT),
 }  # fmt: skip
-CASES["cosmos 3"] = _COSMOS
+_WAN = FIRST["wan"].change(
+    "SkyReelsV2DiffusionForcingPipeline", denoiser="SkyReelsV2Transformer3DModel", config={"inject_sample_info": True}
+)
+CASES |= {
+    "cosmos 3": _COSMOS,
+    "skyreels, forced": _WAN.change(_WAN.name, more={"prompt": None}),
+    "skyreels, forced, image": _WAN.change("SkyReelsV2DiffusionForcingImageToVideoPipeline", images="image"),
+}
+_PLUS = CASES["joyimage, edit"].change("JoyImageEditPlusPipeline", text=0, asked={"references": 1, "text": TEXT})
+_PLUS.denoiser = "JoyImageEditPlusTransformer3DModel"
+_PLUS.config = {**TINY[_PLUS.denoiser], "in_channels": 2, "out_channels": 2}
+_PLUS.more = {"prompt": "words", "images": [Image.new("RGB", (WIDTH, HEIGHT))], "width": WIDTH, "height": HEIGHT}
+_PLUS.set = {
+    "encode_prompt_multiple_images": lambda **_options: (torch.randn(1, TEXT, 10), torch.ones(1, TEXT).long()),
+}  # fmt: skip
+CASES["joyimage, edit, plus"] = _PLUS
 CASES["longcat, edit"].more = {"prompt": "words"}
 CASES["omnigen"].set = {"tokenizer": Ids()}
 ALWAYS_GUIDED = ("omnigen",)
