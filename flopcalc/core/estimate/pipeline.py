@@ -129,7 +129,8 @@ class PipelineEstimator(Estimator):
         grid = (grid[0] * (1 + references) + leading, *grid[1:])
         chosen = self._choose(asked.parts)
         batch = asked.batch * asked.images_per_prompt
-        read = pipeline.count_read(text) if pipeline is not None else text
+        # Positions of text that the denoiser reads.
+        read = pipeline.size("read", text) if pipeline is not None and "read" in pipeline.tables else text
         prompts = 1 if pipeline is None or not samples else int(pipeline.tables.get("prompts", 1))
         runs: list[PartRun] = []
         terms: list[Estimate] = []
@@ -259,7 +260,7 @@ class PipelineEstimator(Estimator):
             notes.append("given images are counted at the size of the output")
         if pipeline is None or not samples:
             return tuple(notes)
-        if any(part.kind == _DENOISER for part in self.parts):
+        if pipeline.second and any(part.kind == _DENOISER for part in self.parts):
             notes.append(pipeline.describe_split())
         if pipeline.tables.get("binned") and (width, height) != (
             own := (pipeline.size("width"), pipeline.size("height"))
@@ -510,6 +511,9 @@ def bind_pipeline(
                 config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
             config = {**config, **pipeline.list_passed(name)}
             parts.append(PipelinePart(name, kind, make(_bind_part(source, own.get(name, name), kind, config), True)))
+    if "later" in pipeline.tables:
+        later = bind_model(source.replace(config={**inner, **pipeline.list_passed(key="later")}))
+        parts.append(PipelinePart(pipeline.denoiser, _DENOISER, make(_perturb(later, ()), True)))
     for modules in pipeline.perturbed:
         parts.append(PipelinePart(_DENOISER, _PERTURBED, make(_perturb(denoiser.model, modules), True)))
     others = []

@@ -18,7 +18,7 @@ _KEYS = {
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
     "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts", "section", "sections",
-    "leading", "beside_text", "stages", "prompts", "notes", "parts", "pipeline", "sized", "enlarged",
+    "leading", "beside_text", "stages", "prompts", "notes", "parts", "pipeline", "sized", "enlarged", "later",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -48,10 +48,6 @@ class Pipeline(Value):
     def count_text(self) -> int:
         """The length of the text that a plain call is padded to."""
         return self.size("text") if "text" in self.tables else 0
-
-    def count_read(self, text: int) -> int:
-        """Positions of text that the denoiser reads."""
-        return self.size("read", text) if "read" in self.tables else text
 
     def count_encoded(self, expression: str, text: int) -> int:
         return _check_whole(evaluate(expression, self.values.with_text(text)), expression)
@@ -125,6 +121,8 @@ class Pipeline(Value):
 
         Steps are spaced as UniPCMultistepScheduler's for flow matching are (diffusers 0.42.1).
         """
+        if "later" in self.tables:
+            return 1
         boundary = self.values.find("boundary_ratio")
         if boundary is None or not isinstance(self.values.find(self.second), Mapping):
             return runs
@@ -171,11 +169,14 @@ class Pipeline(Value):
         )
         return section, sections
 
-    def list_passed(self, part: str = "") -> dict[str, Any]:
-        """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called."""
-        passed = self.tables.get("passed_parts", {}).get(part, {}) if part else self.tables.get("passed", {})
+    def list_passed(self, part: str = "", key: str = "passed") -> dict[str, Any]:
+        """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called.
+
+        `key`: `passed`, or `later` for what the denoiser gets after the first step.
+        """
+        passed = self.tables.get("passed_parts", {}).get(part, {}) if part else self.tables.get(key, {})
         try:
-            return {key: evaluate(str(text), self.values) for key, text in passed.items()}
+            return {name: evaluate(str(text), self.values) for name, text in passed.items()}
         except MissingNameError as error:
             raise ConfigError(
                 f"{self.name}: missing key {error.name!r}, needed for its {part or self.denoiser}"

@@ -163,6 +163,20 @@ _PLUS.set = {
     "encode_prompt_multiple_images": lambda **_options: (torch.randn(1, TEXT, 10), torch.ones(1, TEXT).long()),
 }  # fmt: skip
 CASES["joyimage, edit, plus"] = _PLUS
+_QWEN21 = Case(
+    "QwenImage21Pipeline", "QwenImage21Transformer2DModel", {"in_channels": 2, "out_channels": 2},
+    "AutoencoderKLQwenImage21",
+    {**PLAIN, "dim_mult": [1, 1, 2, 2, 2], "temperal_downsample": [False, True, True, False]},
+    EULER, {"use_dynamic_shifting": True}, scale="true_cfg_scale", text=0,
+    more={"prompt": "words", "negative_prompt": "words", "width": 64, "height": 96}, asked={"text": TEXT},
+)  # fmt: skip
+_QWEN21.set = {
+    "processor": MagicMock(),
+    "encode_prompt": lambda **_options: (
+        torch.randn(1, TEXT, 10), torch.ones(1, TEXT).long(), torch.zeros(1, TEXT).bool(),
+    ),
+}  # fmt: skip
+CASES["qwen-image 2.1"] = _QWEN21
 CASES["longcat, edit"].more = {"prompt": "words"}
 CASES["omnigen"].set = {"tokenizer": Ids()}
 ALWAYS_GUIDED = ("omnigen",)
