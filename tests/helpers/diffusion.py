@@ -370,6 +370,11 @@ TINY: dict[str, dict[str, Any]] = {
         "up_num_layers_per_block": [2, 1], "clip_text_in_channels": 10, "clip_text_pooled_in_channels": 6,
         "clip_image_in_channels": 14, "clip_seq": 2, "switch_level": [False],
     },
+    "WuerstchenPrior": {"c_in": 4, "c": 24, "c_cond": 10, "c_r": 6, "depth": 2, "nhead": 2},
+    "WuerstchenDiffNeXt": {
+        "c_in": 2, "c_out": 2, "c_r": 6, "c_cond": 12, "c_hidden": [8, 16], "nhead": [-1, 2], "blocks": [1, 2],
+        "level_config": ["CT", "CTA"], "inject_effnet": [False, True], "effnet_embd": 4, "clip_embd": 10,
+    },
     "UVit2DModel": {
         "hidden_size": 24, "cond_embed_dim": 6, "micro_cond_encode_dim": 2, "micro_cond_embed_dim": 10,
         "encoder_hidden_size": 10, "vocab_size": 31, "codebook_size": 30, "in_channels": 14, "block_out_channels": 16,
@@ -382,6 +387,11 @@ TINY: dict[str, dict[str, Any]] = {
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "attention_head_dim": 2, "norm_num_groups": 4,
     },
 }  # fmt: skip
+# What enlarges latents of videos once.
+UPSAMPLERS: dict[str, dict[str, Any]] = {
+    "LTXLatentUpsamplerModel": {"in_channels": 6, "mid_channels": 32, "num_blocks_per_stage": 2},
+    "LTX2LatentUpsamplerModel": {"in_channels": 6, "mid_channels": 32, "num_blocks_per_stage": 1},
+}
 # T2I-Adapters, which pipelines run once; name -> config.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "full": {"in_channels": 3, "channels": [8, 16, 16, 24], "num_res_blocks": 1},
@@ -769,8 +779,15 @@ def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> O
     """What a counter sees of one forward pass, or of one with its backward pass; attention is plain products."""
     model.train(train)
 
-    plain = ("T2IAdapter", "UVit2DModel", "ZImageControlNetModel")  # return no object
-    more = {} if type(model).__name__ in plain else {"return_dict": False}
+    plain = (
+        "T2IAdapter",
+        "UVit2DModel",
+        "Wuerstchen",
+        "ZImageControlNetModel",
+        "LTXLatent",
+        "LTX2Latent",
+    )  # return no object
+    more = {} if type(model).__name__.startswith(plain) else {"return_dict": False}
 
     def step() -> None:
         with torch.set_grad_enabled(train):

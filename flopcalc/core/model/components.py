@@ -18,7 +18,7 @@ _KEYS = {
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
     "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts", "section", "sections",
-    "leading", "beside_text",
+    "leading", "beside_text", "stages", "prompts", "notes", "parts", "pipeline", "sized", "enlarged", "later",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -26,7 +26,7 @@ _WARM = 4  # steps of PNDM's warm-up
 # Schedulers of the second order: two calls a step, but the last (diffusers 0.42.1, `order` of each class).
 _TWICE = (
     "DPMSolverSDEScheduler", "FlowMatchHeunDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler", "KarrasVeScheduler",
 )  # fmt: skip
 _TIMES = 1000  # timesteps in training
 _SHIFT = 3.0  # Wan's flow_shift: huggingface/diffusers, scripts/convert_wan_to_diffusers.py
@@ -45,17 +45,9 @@ class Pipeline(Value):
     values: PipelineNames
     tables: Mapping[str, Any]
 
-    @property
-    def reads_text(self) -> bool:
-        return "text" in self.tables
-
     def count_text(self) -> int:
         """The length of the text that a plain call is padded to."""
-        return self.size("text") if self.reads_text else 0
-
-    def count_read(self, text: int) -> int:
-        """Positions of text that the denoiser reads."""
-        return self.size("read", text) if "read" in self.tables else text
+        return self.size("text") if "text" in self.tables else 0
 
     def count_encoded(self, expression: str, text: int) -> int:
         return _check_whole(evaluate(expression, self.values.with_text(text)), expression)
@@ -88,26 +80,15 @@ class Pipeline(Value):
         """Parts of a pipeline that nothing describes, in words."""
         known = {self.denoiser, self.second, self.vae, SCHEDULER, *(name for name, _ in self.encoders)}
         known |= {*self.image_encoders, *self.beside, *self.tables.get("merged", ())}
+        known |= {name for stage in self.tables.get("stages", ()) for name in stage["parts"].values()}
         return [
-            f"{name} ({part.get('_class_name')}) is not counted"
-            for name, part in config.items()
-            if name not in known and isinstance(part, Mapping)
+            *self.tables.get("notes", ()),
+            *(
+                f"{name} ({part.get('_class_name')}) is not counted"
+                for name, part in config.items()
+                if name not in known and isinstance(part, Mapping)
+            ),
         ]
-
-    @property
-    def passes(self) -> int:
-        """Runs of the denoiser in a step with guidance."""
-        return int(self.tables.get("passes", 2))
-
-    @property
-    def decoded(self) -> int:
-        """Images that the VAE makes for one of the denoiser's."""
-        return int(self.tables.get("decoded", 1))
-
-    @property
-    def references(self) -> int:
-        """Given images that the denoiser reads as tokens after those of the latents, where nobody says how many."""
-        return int(self.tables.get("references", 0))
 
     @property
     def strength(self) -> float | None:
@@ -140,6 +121,8 @@ class Pipeline(Value):
 
         Steps are spaced as UniPCMultistepScheduler's for flow matching are (diffusers 0.42.1).
         """
+        if "later" in self.tables:
+            return 1
         boundary = self.values.find("boundary_ratio")
         if boundary is None or not isinstance(self.values.find(self.second), Mapping):
             return runs
@@ -165,11 +148,6 @@ class Pipeline(Value):
             f"of {self._find_shift():g} spaces them"
         )
 
-    @property
-    def is_binned(self) -> bool:
-        """Whether the pipeline makes an image at the nearest of its own sizes, then resizes it."""
-        return bool(self.tables.get("binned", False))
-
     def count_given(self, frames: int, strength: float | None = None, guided: bool = False) -> list[tuple[int, int]]:
         """Frames of what the VAE encodes for the denoiser (an image, or a whole video), and how many of these."""
         share = 1 if strength is None else parse_exact(str(strength), "strength")
@@ -191,11 +169,14 @@ class Pipeline(Value):
         )
         return section, sections
 
-    def list_passed(self, part: str = "") -> dict[str, Any]:
-        """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called."""
-        passed = self.tables.get("passed_parts", {}).get(part, {}) if part else self.tables.get("passed", {})
+    def list_passed(self, part: str = "", key: str = "passed") -> dict[str, Any]:
+        """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called.
+
+        `key`: `passed`, or `later` for what the denoiser gets after the first step.
+        """
+        passed = self.tables.get("passed_parts", {}).get(part, {}) if part else self.tables.get(key, {})
         try:
-            return {key: evaluate(str(text), self.values) for key, text in passed.items()}
+            return {name: evaluate(str(text), self.values) for name, text in passed.items()}
         except MissingNameError as error:
             raise ConfigError(
                 f"{self.name}: missing key {error.name!r}, needed for its {part or self.denoiser}"
@@ -205,12 +186,12 @@ class Pipeline(Value):
         """Whether guidance encodes a second, empty prompt."""
         return evaluate_truth(str(self.tables.get("encodes_negative", "true")), self.values)
 
-    def size(self, key: str, text: int = 0) -> int:
+    def size(self, key: str, text: int = 0, frames: int = 1) -> int:
         """One of its expressions, as a whole number; 1 frame where it says none."""
         if key == "frames" and key not in self.tables:
             return 1
         try:
-            return _check_whole(evaluate(str(self.tables[key]), self.values.with_text(text)), key)
+            return _check_whole(evaluate(str(self.tables[key]), self.values.with_text(text, frames)), key)
         except MissingNameError as error:
             raise ConfigError(f"{self.name}: missing key {error.name!r}, needed for its {key}") from None
 
@@ -287,8 +268,8 @@ def count_calls(scheduler: object, steps: int) -> tuple[int, int]:
     return (2 * steps - 1, 2) if name in _TWICE else (steps, 1)
 
 
-def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
-    """The pipeline that a config names; one whose class is not described is an error."""
+def read_pipeline(config: Mapping[str, object], where: str, changes: Mapping[str, Any] | None = None) -> Pipeline:
+    """The pipeline that a config names, with keys of its description changed; a class without one is an error."""
     name = str(config["_class_name"])
     known = list_pipelines()
     if name not in known:
@@ -296,7 +277,7 @@ def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
             f"{where}: pipeline {format_value(name)} is not described.{format_nearest(name, known)} Give the folder of "
             f"its denoiser, as transformer/ or unet/. `flopcalc models --coverage diffusers` lists pipelines"
         )
-    path, tables = known[name]
+    path, tables = known[name][0], {**known[name][1], **(changes or {})}
     check_keys(tables, _KEYS, path)
     values = PipelineNames(config, tables.get("defaults", {}))
     try:

@@ -178,7 +178,7 @@ def test_old_names_of_classes_are_known() -> None:
         ({"_class_name": "FluxTransformer2DModel"}, {}, "how large are the images"),
         ({"_class_name": "FluxTransformer2DModel"}, {"images": [(64, 64)], "phase": "sample"}, "(sampling_steps=N)"),
         ({"_class_name": "AutoencoderKL"}, {"images": [(64, 64)]}, "part of other models"),
-        ({"_class_name": "WuerstchenDecoderPipeline"}, {}, "pipeline 'WuerstchenDecoderPipeline' is not described"),
+        ({"_class_name": "VQDiffusionPipeline"}, {}, "pipeline 'VQDiffusionPipeline' is not described"),
         ({"_class_name": "FluxPipeline"}, {}, "needs its transformer's config"),
         (
             {"_class_name": "AnimateDiffPipeline", "unet": {"_class_name": "UNet2DConditionModel"}},
@@ -402,3 +402,27 @@ def test_passes_that_are_one_call_are_one_run_of_twice_the_batch(name: str, guid
     )
     text = estimate_flops(name, images=[(512, 512)], sampling_steps=2, guidance=guidance, batch_size=3, parts="text")
     assert (text.to_dict()["workload"]["batch"], text.global_batch) == (3, 3)
+
+
+def test_a_pipeline_that_runs_another_one() -> None:
+    prior = {"_class_name": "PriorTransformer", "num_embeddings": 77, "num_layers": 2}
+    encoder = {"_class_name": "CLIPTextModelWithProjection", "hidden_size": 768, "intermediate_size": 3072}
+    unet = {"_class_name": "UNet2DConditionModel", "sample_size": 64}
+    config = {"_class_name": "StableUnCLIPPipeline", "unet": unet, "prior": prior, "prior_text_encoder": encoder}
+    run = {"images": [(512, 512)], "sampling_steps": 4}
+    whole = estimate_flops(config, **run)
+    assert [(part.name, part.runs) for part in whole.pipeline.parts] == [
+        ("unet", 4), ("prior", 50), ("prior_text_encoder", 2),
+    ]  # fmt: skip
+    assert whole.notes[:1] == ["prior runs 25 steps"]
+    by_part = {name: estimate_flops(config, **run, parts=name).total for name in ("unet", "prior", "text")}
+    assert sum(by_part.values()) == whole.total
+    assert by_part["unet"] + by_part["prior"] == estimate_flops(config, **run, parts="denoiser").total
+    alone = {"_class_name": "KandinskyPriorPipeline", "prior": prior}
+    assert by_part["prior"] == estimate_flops(alone, sampling_steps=25).total
+    assert bind(config).parameters()["total"] > sum(bind(part).parameters()["total"] for part in (unet, prior))
+    assert (
+        estimate_flops(config, images=[(512, 512)]).total == estimate_flops(unet, images=[(512, 512)]).total
+    )  # a step
+    with pytest.raises(FlopcalcError, match="needs its prior's config"):
+        estimate_flops({key: part for key, part in config.items() if key != "prior"}, **run)

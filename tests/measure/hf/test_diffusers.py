@@ -21,6 +21,7 @@ from diffusion import (
     TINY,
     TINY_TEXT,
     TINY_VAES,
+    UPSAMPLERS,
     apply_recipe,
     build,
     count_step,
@@ -122,6 +123,13 @@ def test_forward_rows_are_equal_at_a_size_that_is_no_square(name: str) -> None:
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_rows_are_equal(name: str) -> None:
     assert find_differences("T2IAdapter", ADAPTERS[name], 2, 0, (1, 8, 12), {}, "forward") == {}
+
+
+@pytest.mark.parametrize("phase", ["forward", "train"])
+@pytest.mark.parametrize("changes", [{}, {"dims": 2}])
+@pytest.mark.parametrize("name", UPSAMPLERS)
+def test_rows_of_what_enlarges_latents_are_equal(name: str, changes: dict[str, Any], phase: str) -> None:
+    assert find_differences(name, {**UPSAMPLERS[name], **changes}, 2, 0, (3, 4, 6), {}, phase) == {}
 
 
 @pytest.mark.parametrize("text", [600, 300, 255, 254, 128, 1])
