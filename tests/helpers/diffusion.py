@@ -273,6 +273,10 @@ TINY: dict[str, dict[str, Any]] = {
         "in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": 10, "adaln_lora_dim": 6,
         "max_size": [4, 16, 16], **_WIDE,
     },
+    "CosmosControlNetModel": {
+        "n_controlnet_blocks": 2, "in_channels": 8, "latent_channels": 6, "model_channels": 24, "text_embed_dim": 10,
+        "adaln_lora_dim": 6, "max_size": [4, 16, 16], **_WIDE,
+    },
     "PriorTransformer": {
         "num_layers": 2, "embedding_dim": 10, "num_embeddings": 5, "additional_embeddings": 4, "clip_embed_dim": 10,
         **_WIDE,
@@ -826,6 +830,13 @@ MORE: dict[str, list[dict[str, Any]]] = {
             "use_crossattn_projection": True, "crossattn_proj_in_channels": 18, "encoder_hidden_states_channels": 10,
         },
         {**TINY["CosmosTransformer3DModel"], "expand_timesteps": True},
+    ],
+    "CosmosControlNetModel": [
+        {
+            **TINY["CosmosControlNetModel"], "n_controlnet_blocks": 3, "text_embed_dim": 18, "expand_timesteps": True,
+            "extra_pos_embed_type": "learnable", "use_crossattn_projection": True, "crossattn_proj_in_channels": 10,
+            "encoder_hidden_states_channels": 18,
+        },
     ],
     "SanaVideoTransformer3DModel": [{**TINY["SanaVideoTransformer3DModel"], "expand_timesteps": True}],
     "HiDreamImageTransformer2DModel": [{**TINY["HiDreamImageTransformer2DModel"], "num_routed_experts": 0}],
