@@ -462,12 +462,14 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
         raise ConfigError(f"{source.where}: its {pipeline.denoiser} is no denoiser that flopcalc describes")
     parts = []
     for name, kind in _list_parts(pipeline):
-        config = source.config.get(name)
-        if isinstance(config, Mapping):
-            if kind == _DENOISER:
-                config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
-            config = {**config, **pipeline.list_passed(name)}
-            parts.append(PipelinePart(name, kind, make(_bind_part(source, name, kind, config), True)))
+        found = source.config.get(name)
+        several = enumerate(found) if isinstance(found, list) else ()
+        for part, config in [(f"{name}.nets.{number}", each) for number, each in several] or [(name, found)]:
+            if isinstance(config, Mapping):
+                if kind == _DENOISER:
+                    config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
+                config = {**config, **pipeline.list_passed(name)}
+                parts.append(PipelinePart(part, kind, make(_bind_part(source, part, kind, config), True)))
     for modules in pipeline.perturbed:
         parts.append(PipelinePart(_DENOISER, _PERTURBED, make(_perturb(denoiser.model, modules), True)))
     return PipelineEstimator(denoiser, pipeline, tuple(parts), tuple(pipeline.list_uncounted(source.config)))
