@@ -14,7 +14,7 @@ from flopcalc.core.spec.spec import find_spec
 
 Json = dict[str, Any]
 LENT = ("in_channels", "cap_feat_dim", "axes_dims", "axes_lens")  # what a ControlNet takes from its transformer
-_NOT_GIVEN = ("reads_mask", "model_type", "expand_timesteps", "one_face")  # what no class takes
+_NOT_GIVEN = ("reads_mask", "searches", "model_type", "expand_timesteps", "one_face")  # what no class takes
 # A mask is a choice there.
 _UNMASKED = (
     "ControlNetModel", "ControlNetUnionModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
