@@ -209,6 +209,59 @@ def test_autoencoders_at_sizes_of_their_own_are_equal(case: str, side: str, size
     assert find_vae_differences(name, config, side, size, device) == {}
 
 
+_NEAR = {
+    "latent_channels": 6, "patch_size": 2, "decoder_head_dim": 8, "decoder_stage_channels": [32, 16, 8, 8, 8],
+    "decoder_stage_depths": [1, 2, 1, 1, 2], "decoder_t_emb_dim": 14, "decoder_stage5_kernel": [3, 5, 3],
+    "decoder_stage_kernels": [[3, 3, 5], [3, 5, 3], [5, 3, 3], [3, 5, 5]],
+    "decoder_upsample_channel_reductions": [2, 2, 1, 1], "decoder_num_inference_steps": 2,
+}  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("size", [(1, 2, 3, 5), (2, 2, 4, 5)])
+def test_attention_to_a_window_of_places_is_what_its_mask_lets_through(
+    size: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No counter sees flex attention: its mask is made in full, and its pairs are counted one by one."""
+    from diffusers.models.autoencoders import ltx2_diffusion_decoder as module
+    from torch.nn.attention import flex_attention as flex
+
+    counts: list[int] = []
+
+    def attend(query: torch.Tensor, *_: torch.Tensor, attn_mask: torch.Tensor, **_more: object) -> torch.Tensor:
+        batch, _places, heads, wide = query.shape
+        counts.append(4 * batch * heads * wide * int(attn_mask.sum()))
+        return query
+
+    def make_mask(rule: Any, Q_LEN: int, KV_LEN: int, device: Any, **_more: object) -> torch.Tensor:
+        return flex.create_mask(rule, 1, 1, Q_LEN, KV_LEN, device=str(device))
+
+    monkeypatch.setattr(module, "dispatch_attention_fn", attend)
+    monkeypatch.setattr(flex, "create_block_mask", make_mask)
+    name = "LTX2VideoDiffusionDecoderModel"
+    model = build(name, _NEAR)
+    batch, t, h, w = size
+
+    def run() -> None:
+        with torch.no_grad():
+            model.decode(torch.randn(batch, 6, t, h, w))
+
+    counted = count_flops(model, run)
+    assert counted.not_counted == {}
+    load = Workload(batch, 0, phase="forward", videos=((t, h, w),) * batch)
+    bound = bind_model(load_config({"_class_name": name, **_NEAR}), is_part=True)
+    estimate = CountedEstimator(bound, None, "full", "eager").estimate(load)
+    ours = {row.path: row.forward for row in estimate.by_module(per_layer=True) if row.forward}
+    attention = {path: flops for path, flops in ours.items() if path.endswith(".attn")}
+    assert {path: ours[path] for path in ours.keys() - attention.keys()} == {
+        path: row[0] for path, row in counted.rows.items() if row[0]
+    }
+    stages = [value for path, value in attention.items() if "det_stages" in path]
+    denoised = [value // 2 for path, value in attention.items() if "diff_blocks" in path]
+    assert counts == [*stages, *denoised, *denoised]
+    assert estimate.parameters["total"] == sum(each.numel() for each in model.parameters())
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("side", ["encode", "decode"])
 def test_a_search_for_the_nearest_codes_is_a_product(side: str) -> None:
