@@ -229,6 +229,7 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         "img_shapes": [[(s["t"], s["h"], s["w"])]] * s["b"],
         "img_mask": torch.cat([s.zeros(1, "n"), s.ones(1, s["p"] // 4)], dim=1).bool(),
     },
+    "UNetControlNetXSModel": lambda s: {"controlnet_cond": s.noise("b", 3, 8 * s["h"], 8 * s["w"])},
     "UNetMotionModel": lambda s: {"encoder_hidden_states": s.noise(s["b"] * s["t"], "n", "cross_attention_dim")},
     "SparseControlNetModel": lambda s: {
         "encoder_hidden_states": s.noise(s["b"] * s["t"], "n", "cross_attention_dim"),

@@ -273,6 +273,13 @@ TINY: dict[str, dict[str, Any]] = {
         "in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": 10, "adaln_lora_dim": 6,
         "max_size": [4, 16, 16], **_WIDE,
     },
+    "UNetControlNetXSModel": {
+        "block_out_channels": [8, 16, 24], "cross_attention_dim": 10, "num_attention_heads": 2, "norm_num_groups": 4,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+        "transformer_layers_per_block": [1, 2, 1], "ctrl_conditioning_embedding_out_channels": [6, 10, 14, 4],
+        "ctrl_block_out_channels": [4, 8, 12], "ctrl_num_attention_heads": [1, 2, 3], "ctrl_max_norm_num_groups": 4,
+    },
     "CosmosControlNetModel": {
         "n_controlnet_blocks": 2, "in_channels": 8, "latent_channels": 6, "model_channels": 24, "text_embed_dim": 10,
         "adaln_lora_dim": 6, "max_size": [4, 16, 16], **_WIDE,
@@ -830,6 +837,16 @@ MORE: dict[str, list[dict[str, Any]]] = {
             "use_crossattn_projection": True, "crossattn_proj_in_channels": 18, "encoder_hidden_states_channels": 10,
         },
         {**TINY["CosmosTransformer3DModel"], "expand_timesteps": True},
+    ],
+    "UNetControlNetXSModel": [
+        {
+            **TINY["UNetControlNetXSModel"], "block_out_channels": [8, 16], "ctrl_block_out_channels": [4, 12],
+            "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "ctrl_num_attention_heads": 2,
+            "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "transformer_layers_per_block": 1,
+            "use_linear_projection": False, "ctrl_learn_time_embedding": True, "time_embedding_mix": 0.5,
+            "addition_embed_type": "text_time", "addition_time_embed_dim": 2,
+            "projection_class_embeddings_input_dim": 18,
+        },
     ],
     "CosmosControlNetModel": [
         {
