@@ -37,6 +37,7 @@ from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.components import count_calls, read_pipeline
 from flopcalc.core.model.config import load_config
+from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.spec.spec import find_spec
 from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.counters.flop_counter import count_flops
@@ -207,6 +208,81 @@ def test_autoencoders_at_sizes_of_their_own_are_equal(case: str, side: str, size
     name, config, _ = OTHER_VAES[case]
     device = "meta" if case.endswith("without data") else "cpu"
     assert find_vae_differences(name, config, side, size, device) == {}
+
+
+_ANIMATED = {
+    "text_len": 7, "in_dim": 9, "dim": 24, "ffn_dim": 20, "freq_dim": 16, "text_dim": 10, "out_dim": 4, "num_heads": 2,
+    "num_layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("recipe", ["plain", "lora"])
+@pytest.mark.parametrize("pictured", [True, False])
+def test_frames_that_attend_to_a_given_video_are_what_their_mask_lets_through(
+    recipe: str, pictured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No counter sees flex attention: all pairs run as products, whose rows shrink to the pairs of its own mask."""
+    from diffusers.models.transformers import transformer_wan_animate_2 as module
+    from torch.nn.attention.flex_attention import create_mask
+
+    masks: list[torch.Tensor] = []
+    plain = module.dispatch_attention_fn
+
+    def attend(*operands: torch.Tensor, attn_mask: torch.Tensor | None = None, **more: object) -> torch.Tensor:
+        if attn_mask is None:
+            return plain(*operands, attn_mask=None, **{**more, "backend": None})
+        query, key, value = (each.transpose(1, 2) for each in operands)
+        masks.append(attn_mask)
+        scores = torch.where(attn_mask, query @ key.transpose(2, 3), float("-inf")).softmax(-1).nan_to_num()
+        return (scores @ value).transpose(1, 2)
+
+    def make_mask(rule: Any, Q_LEN: int, KV_LEN: int, device: Any, **_more: object) -> torch.Tensor:
+        return create_mask(rule, 1, 1, Q_LEN, KV_LEN, device=str(device))
+
+    monkeypatch.setattr(module, "dispatch_attention_fn", attend)
+    monkeypatch.setattr(module, "create_block_mask", make_mask)
+    name, config = "WanAnimate2Transformer3DModel", {**_ANIMATED, "use_img_emb": pictured}
+    model = build(name, config)
+    apply_recipe(model, RECIPES[recipe])
+    batch, t, h, w = 2, 3, 4, 8
+    cache = module.WanAnimate2KVCache(2)
+    for layer in cache.layer_caches:
+        layer.store(*torch.randn(2, batch, (t - 1) * h * w // 4, 2, 12))
+    inputs = {
+        "hidden_states": [torch.randn(4, t, h, w)] * batch,
+        "condition_latents": [torch.randn(5, t, h, w)] * batch,
+        "timestep": torch.ones(batch),
+        "encoder_hidden_states": [torch.randn(5, 10)] * batch,
+        "encoder_hidden_states_image": torch.randn(batch, 257, 1280) if pictured else None,
+        "kv_cache": cache,
+        "kv_cache_mode": "cached",
+        "seq_len": t * h * w // 4,
+        "reference_grid_sizes": torch.tensor([[t - 1, h // 2, w // 2]] * batch),
+        "origin_len": 4 * (t - 2) + 1,
+        "origin_area": [8 * h, 8 * w],
+    }
+    counted = count_step(model, inputs, True)
+    assert counted.not_counted == {}
+    bound = bind_model(load_config({"_class_name": name, **config}))
+    estimator = CountedEstimator(bound, make_recipe(**RECIPES[recipe]), "full", "eager")
+    estimate = estimator.estimate(Workload(batch, 5, grids=((t, h, w),) * batch))
+    ours = {row.path: (row.forward, row.backward, row.recompute) for row in estimate.by_module(per_layer=True)}
+    theirs = {
+        path: tuple(
+            each * int(masks[0].sum()) // masks[0].numel() if path.endswith("self_attn") else each for each in row
+        )
+        for path, row in counted.rows.items()
+    }
+    assert {path: row for path, row in ours.items() if any(row)} == {
+        path: row for path, row in theirs.items() if any(row)
+    }
+    assert estimate.parameters["total"] == sum(each.numel() for each in model.parameters())
+    with pytest.raises(FlopcalcError, match="gradient checkpointing in diffusers"):
+        estimate_flops({"_class_name": name, **config}, videos=[(64, 64, 9)], recompute="full")
+    apply_recipe(model, {"recompute": "full"})
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        count_step(model, inputs, True)
 
 
 _NEAR = {
