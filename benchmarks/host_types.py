@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flopcalc.base.vocabulary import CallKernel
+from flopcalc.base.vocabulary import CallKernel, Phase
 from flopcalc.core.model.config import load_config
+from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.predictor.fit.cases import ModelledCase, bind_case, model_cases
 from flopcalc.measure.predictor.narrow import MARK, narrow
@@ -122,6 +123,7 @@ _STEPS = 10
 # Not taken over: llama was measured before. A narrow tower of internvl takes 7 % less time than its operators suggest,
 # but whole models (ten steps of blind tests) take 3 to 10 % more.
 _NOT_USED = ("llama", "internvl")
+NOT_RECORDED = "-tokens"  # the operators of an encoder-decoder's tokens were not recorded
 
 
 def get_config(name: str) -> Json:
@@ -153,7 +155,7 @@ def _list_type(kind: str, layers: int) -> list[Json]:
             {**make_case(model, phase, 1, work.get("seq", 0), attention=attention, recompute=recompute),
              "work": {**work, "phase": phase}}
             for recompute in KINDS[kind].get("recompute", ["none"])
-            for phase in ("train", "forward")
+            for phase in KINDS[kind].get("phases", ("train", "forward"))
             if (phase, recompute) != ("forward", "full")
         ]  # fmt: skip
     _, seq, grids = TYPES[kind]
@@ -163,22 +165,34 @@ def _list_type(kind: str, layers: int) -> list[Json]:
     return [*found, make_case(model, "decode", 1, 2, context=128)]
 
 
+def _is_used(kind: str) -> bool:
+    return kind not in _NOT_USED and not kind.endswith(NOT_RECORDED)
+
+
 def read_steps(path: Path) -> list[ModelledCase]:
     """The steps that were measured, of the types whose host times are taken over."""
     measured: Json = json.loads(path.read_text())
-    cases = [case for case in measured["cases"] if case["model"].rpartition(MARK)[0] not in _NOT_USED]
+    cases = [case for case in measured["cases"] if _is_used(case["model"].rpartition(MARK)[0])]
     about = measured["provenance"]
     if not any("work" in case for case in cases):
         return model_cases(cases, get_config, about["device_id"], about["transformers"])
     return [model_kind(case, about["device_id"], about["transformers"]) for case in cases]
 
 
+def make_latents(work: Json) -> Workload:
+    """What a denoiser sees in a step: latents and text."""
+    phase: Phase = "train" if work["phase"] == "train" else "forward"
+    return Workload(work["batch"], work["text"], phase=phase, grids=(tuple(work["grid"]),) * work["batch"])
+
+
 def model_kind(case: Json, device: str, transformers: str) -> ModelledCase:
     """A step of KINDS and the work that the predictor sees in it."""
-    estimator, load = bind_case(case, get_config(case["model"]), device), make_load(case["work"])
+    config, work = get_config(case["model"]), case["work"]
+    estimator = bind_case(case, config, device)
+    load = make_latents(work) if "_class_name" in config else make_load(work)
     kernel: CallKernel = "eager" if case["attention"] == "eager" else ""
-    work = make_work(estimator, load, optimizer=case["optimizer"], kernel=kernel, transformers=transformers)
-    return ModelledCase(case, estimator, load, work)
+    made = make_work(estimator, load, optimizer=case["optimizer"], kernel=kernel, transformers=transformers)
+    return ModelledCase(case, estimator, load, made)
 
 
 def measure(out: Path, kinds: list[str], device: str) -> None:

@@ -259,13 +259,18 @@ def refit(profiles: Path, out: Path) -> None:
 
     constants = load_shipped(MEASURED_ON)
     assert constants is not None
-    others = [each for name in ("types", "kinds") for each in host_types.read_steps(RESULTS / f"host_{name}.json")]
+    others = [
+        each
+        for name in ("types", "kinds", "denoisers")
+        for each in host_types.read_steps(RESULTS / f"host_{name}.json")
+    ]
     calls, elsewhere = single_calls.read_calls(), steps.read_steps()
     path = find_table(MEASURED_ON, "gemm")
     gemm = load_table(path).records() if path else []
     compiled = list(kinds.read_compiled())
     found = fit_again(constants, _read(profiles)["cases"], runs.get_config, others, calls, elsewhere, gemm, compiled)
-    plain = [kind for kind, entry in host_types.KINDS.items() if "none" in entry.get("recompute", ["none"])]
+    kinds = {kind: each for kind, each in host_types.KINDS.items() if not kind.endswith(host_types.NOT_RECORDED)}
+    plain = [kind for kind, entry in kinds.items() if "none" in entry.get("recompute", ["none"])]
     save_predictor(str(out), {**found, "host": {**found["host"], "untried": plain}})
 
 

@@ -24,7 +24,8 @@ copyright = author
 release = version = __version__
 
 root_doc = "docs/index"
-include_patterns = ["docs/**/*.md", "docs/*.md", "lab/*.md", "lab/**/*.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns = ["docs/**/*.md", "docs/*.md", "lab/*.md", "lab/**/*.md"]
+include_patterns += ["README*.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 exclude_patterns = [".*", "build", "dist", "tests", "wheels"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]

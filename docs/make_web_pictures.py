@@ -1,4 +1,4 @@
-"""Make the pictures of docs/web.md: the built page in Chromium goes in, compact PNG files come out.
+"""Make the pictures of docs/web.md, and that of links to the page: the built page goes in, compact PNG files come out.
 
 python docs/make_web_pictures.py [--out docs/pictures] [NAME …]    needs chromium, playwright, Pillow and a Chinese font
 """
@@ -12,12 +12,26 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopcalc.web.build import build_site
+from flopcalc.web.build import STATIC, build_site
 from flopcalc.web.serve import make_server
 
 HERE = Path(__file__).resolve().parent
 COLOURS = 256  # of a palette: a page has few, and the file becomes a third
 START_MS = 300_000
+CARD = "card"
+# The card is the page's answer and picture alone, in large letters.
+CARD_STYLE = """
+#inputs, #views, #status, #headline p:not(.answer), #panel details { display: none }
+.tools, .save, .scroll, .exports, .help, .explained, footer { display: none }
+header { border: 0; padding: 1rem 2rem 0 } #headline .card { border: 0; padding: 0 1rem; background: none }
+main { display: block; padding: 0 1rem } .answer { font-size: 1.6rem } .figure { font-size: 4rem }
+h1 { font-size: 2.2rem } .tagline { font-size: 1.5rem } h2 { font-size: 1.8rem } svg text { font-size: 13px !important }
+"""
+STYLED = """text => {
+  const sheet = new CSSStyleSheet();
+  sheet.replaceSync(text);
+  document.adoptedStyleSheets = [sheet];
+}"""
 LLAMA = "model=llama-3.1-8b&seq=4096&batch=2&device=h200-sxm"
 
 
@@ -41,6 +55,7 @@ SHOTS = {
     ),
     "memory": Shot(f"{LLAMA}&view=memory"),
     "plan": Shot("model=llama-3.1-70b&seq=4096&device=h100-sxm&gpus=128&tokens=1T&view=plan", scheme="dark"),
+    CARD: Shot("model=qwen2-vl-7b&seq=2048", 1200, 630),  # the default question, at the size that networks show
     "phone": Shot("model=llama-3.1-8b&seq=4096&lang=zh", 390, 1100),
 }
 
@@ -74,11 +89,12 @@ def draw(options: argparse.Namespace, address: str) -> None:
         page.goto(address)
         page.wait_for_selector("html[data-python=ready]", state="attached")
         for name in options.names or SHOTS:
-            take(page, SHOTS[name], options.out / f"web-{name}.png")
+            path = Path(STATIC, "card.png") if name == CARD else options.out / f"web-{name}.png"
+            take(page, SHOTS[name], path, CARD_STYLE if name == CARD else "")
         browser.close()
 
 
-def take(page: Any, shot: Shot, path: Path) -> None:
+def take(page: Any, shot: Shot, path: Path, style: str = "") -> None:
     page.set_viewport_size({"width": shot.width, "height": shot.height})
     page.emulate_media(color_scheme=shot.scheme)
     for section in page.query_selector_all("form details[open]") if shot.width < 960 else ():
@@ -93,7 +109,10 @@ def take(page: Any, shot: Shot, path: Path) -> None:
     if "op=" in shot.state:
         page.wait_for_selector(".explained pre")
     page.evaluate("() => scrollTo(0, 0)")
+    page.evaluate(STYLED, style)  # the page's policy forbids style elements
+    page.wait_for_timeout(1000)  # pictures are drawn anew for their width
     save(page.screenshot(), path)
+    page.evaluate(STYLED, "")
 
 
 def save(data: bytes, path: Path) -> None:

@@ -170,12 +170,15 @@ def predict(model: Any = None, workload: Workload | None = None, **setup: Unpack
 
 def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
     """As `predict`, of what was counted under convention hardware."""
+    from flopcalc.hardware.devices import find_device
+    from flopcalc.hardware.prices import find_price
+    from flopcalc.prediction.execution_options import USUAL
     from flopcalc.prediction.step import predict_estimate
     from flopcalc.prediction.watts import check_site
 
     found = predict_estimate(
         counted.estimate,
-        **list_step_options(setup),
+        **list_step_options(setup, counted.estimate),
         memory=setup.get("memory", True),
         host_factor=setup.get("host_factor", 1.0),
         pause_s=setup.get("pause_s", 0.0),
@@ -192,25 +195,32 @@ def predict_counted(counted: SetupEstimate, setup: Setup) -> Prediction:
     if gpus > 1:
         how = "`flopcalc plan` adds it" if phase == "train" else f"`flopcalc serving` with {spell('tp', gpus)} adds it"
         notes.append(f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: {how}")
+        notes += [USUAL] if phase == "train" and {"execution", "optimizer"} - set(setup.values) else []
     check_site(found.power, setup.get("pue"), setup.get("grid"))
+    given, is_priced = setup.get("price"), counted.estimate.terms[0].estimator.is_diffusion
+    price = find_price(find_device(found.device), given) if given is not None or is_priced else None
     return found._replace(
         notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus,
         floors=found.floors and found.floors._replace(tokens_per_s=(most := found.floors.tokens_per_s) and most * gpus),
         tokens_per_s=None if found.tokens_per_s is None else found.tokens_per_s * gpus,
-        pue=setup.get("pue"), grid_g_per_kwh=setup.get("grid"),
+        pue=setup.get("pue"), grid_g_per_kwh=setup.get("grid"), price=price,
     )  # fmt: skip
 
 
-def list_step_options(setup: Setup) -> dict[str, Any]:
+def list_step_options(setup: Setup, estimate: Estimate) -> dict[str, Any]:
     """How a step runs, as predict_estimate and find_largest_batch take it."""
-    from flopcalc.prediction.execution_options import choose_execution
+    from flopcalc.prediction.execution_options import choose_execution, choose_usual
 
+    (estimator, load, _), *_ = estimate.terms
+    usual, optimizer = choose_usual(setup.place.count, estimator, load.phase, setup.get("hf_trainer", False))
     return {
         "device": require_device(setup),
         "dtype": setup.formats.compute,
-        "optimizer": setup.get("optimizer", "adamw"),
+        "optimizer": setup.get("optimizer", optimizer),
         "attention_kernel": setup.attention_kernel,
-        "execution": choose_execution(setup.get("execution"), setup.get("compile", False)),
+        "execution": choose_execution(
+            setup.get("execution", None if setup.get("compile") else usual), setup.get("compile", False)
+        ),
     }
 
 

@@ -307,9 +307,12 @@ def _load_adapter(unet: Any, wide: Any) -> None:
 def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """The diffusers class that a config names, made on the device."""
     import diffusers
-    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
     name = str(config["_class_name"])
+    if hasattr(diffusers, name):
+        found = getattr(diffusers, name)
+    else:
+        from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel as found
     given = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_GIVEN}
     reads = given.pop("ip_image_dim", 0) and given.pop("encoder_hid_dim_type") and config["ip_image_dim"]
     lent = {key: given.pop(key) for key in LENT if name == "ZImageControlNetModel" and key in given}
@@ -320,7 +323,7 @@ def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.floa
     try:
         with warnings.catch_warnings(), torch.device(device):
             warnings.simplefilter("ignore")
-            made = getattr(diffusers, name, PaellaVQModel)(**given)
+            made = found(**given)
             if reads:
                 _load_adapter(made, reads)
             if lent:  # some of its transformer's modules are its own too; its __init__ forgets the attribute

@@ -132,6 +132,7 @@ _DECIMAL = Unit({"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}, "2000000000 o
 _TIME = Unit({"us": "1/1000000", "µs": "1/1000000", "ms": "1/1000", "s": 1, "min": 60, "h": 3600}, "0.5 or 500ms")
 _SHARE = Unit({"%": "1/100"}, "40% or 0.4")
 _PRICE = Unit({"$": 1, "usd": 1, **_DECIMAL.suffixes}, "2.5 or 2.50$", " USD")
+_DAYS = Unit({"d": 1, "day": 1, "days": 1, "h": "1/24", "week": 7, "weeks": 7}, "30 or 12h", " days")
 _CARBON = Unit({"g/kwh": 1, "kg/kwh": 1000}, "400g/kWh or 0.4kg/kWh")
 _PLAIN = Unit({}, "")
 # Every field whose value may have a suffix; all others take plain numbers.
@@ -158,6 +159,8 @@ UNITS = {
     "global_batch": _BINARY.replace(name=" sequences; 4Mtok is in tokens"),
     **dict.fromkeys(("tokens", "tokens_per_second", "peak", "tflops", "max_pixels"), _DECIMAL),
     "price": _PRICE,
+    "budget": _PRICE.replace(example="50000 or 50k"),
+    "days": _DAYS,
     **dict.fromkeys(("step_time", "audio", "video", "pause_s"), _TIME),
     "mfu": _SHARE,
     "grid": _CARBON,

@@ -66,6 +66,8 @@ Component = Literal[
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 # How a step runs: eager as Hugging Face's code; compiled by torch.compile; graphs: the compiled kernels replayed as a
 # CUDA graph; fused: kernels of a training framework, which does not wait for the host.
+# Whether a plan keeps a limit: at the slow end of its interval, in the middle, at the fast end, or nowhere in it.
+Verdict = Literal["yes", "likely", "unlikely", "no"]
 Execution = Literal["eager", "compiled", "graphs", "fused"]
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 # What a step trains for, besides plain training.

@@ -148,8 +148,8 @@ def devices(name: str | None, as_json: bool) -> None:
 
 def _describe_use(device: Device) -> dict[str, Any]:
     """What plans and predictions know of a device: its price, what joins several, what was measured on it."""
+    from flopcalc.hardware.prices import find_price
     from flopcalc.hardware.tables import list_tables
-    from flopcalc.planning.money import find_price
     from flopcalc.planning.network import load_interconnects
     from flopcalc.prediction.kernels.constants import load_predictor
 

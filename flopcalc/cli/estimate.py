@@ -142,25 +142,25 @@ def _show_list(
     title = f"{estimator.source.name}: FLOPs of one {load.phase} step, convention {first.convention}"
     if plot_file is not None:
         lists.draw(plot_file, rows, [(each.estimate.total / 1e12, True) for each in results], "TFLOPs per step", title)
-    if style == "json":
-        lists.show_rows(rows, [each.to_dict(by, depth) for each in results])
-    elif style == "csv":
+    if style == "csv":
         lists.show_csv(rows, EXACT, results)
-    else:
-        notes = [[*each.estimate.notes, *each.notes] for each in results]
-        from flopcalc.report.estimate import make_cells
+        return
+    from flopcalc.report.estimate import make_cells
 
-        has_rate = any(each.mfu or each.run for each in results)
-        is_narrow = has_rate and style != "html"  # the width of a terminal holds the passes or the rates
-        cells = [make_cells(each.estimate, each.mfu, each.hfu, each.run, is_narrow=is_narrow) for each in results]
-        if style == "html":
-            bars = [(each.estimate.total, format_flops(each.estimate.total)) for each in results]
-            page = lists.make_page(rows, cells, notes, title=title, label="FLOPs of a step", bars=bars)
-            write_page(page, output)
-            return
-        lists.show_table(rows, cells, notes, title=title, style="github" if style == "markdown" else "simple")
-        if plot_file is not None:
-            click.echo(f"written: {plot_file}")
+    has_rate = any(each.mfu or each.run for each in results)
+    is_narrow = has_rate and style != "html"  # the width of a terminal holds the passes or the rates
+    lists.show(
+        rows,
+        (each.to_dict(by, depth) for each in results),
+        [make_cells(each.estimate, each.mfu, each.hfu, each.run, is_narrow=is_narrow) for each in results],
+        [[*each.estimate.notes, *each.notes] for each in results],
+        title=title,
+        style=style,
+        output=output,
+        label="FLOPs of a step",
+        bars=[(each.estimate.total, format_flops(each.estimate.total)) for each in results],
+        plot_file=plot_file,
+    )
 
 
 EXACT = {

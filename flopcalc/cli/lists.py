@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +12,7 @@ import click
 from flopcalc.base.errors import WorkloadError
 from flopcalc.base.units import parse_size
 from flopcalc.cli.options import LISTED
+from flopcalc.cli.pages import write_page
 from flopcalc.cli.streams import show_json
 
 MOST_ROWS = 64
@@ -48,43 +49,55 @@ def expand(options: Mapping[str, object]) -> list[ListedRow]:
     return [ListedRow(varied, {**options, **{name: str(value) for name, value in varied.items()}}) for varied in found]
 
 
-def show_rows(rows: Sequence[ListedRow], results: Sequence[Mapping[str, object]]) -> None:
-    """The single results as one object, each with the values that make it differ from the others."""
-    shown = [{"varied": row.varied, **result} for row, result in zip(rows, results, strict=True)]
-    show_json({"schema": 1, "rows": shown})
-
-
-def show_table(
+def show(
     rows: Sequence[ListedRow],
+    results: Iterable[Mapping[str, object]],
     cells: Sequence[Mapping[str, str | None]],
     notes: Sequence[Sequence[str]],
     *,
     title: str,
-    style: str = "simple",
-) -> None:
-    """A row for each result. Notes follow, each once."""
-    from flopcalc.report.lists import format_list
-
-    click.echo(format_list([row.varied for row in rows], cells, _name_notes(rows, notes), title=title, style=style))
-
-
-def make_page(
-    rows: Sequence[ListedRow],
-    cells: Sequence[Mapping[str, str | None]],
-    notes: Sequence[Sequence[str]],
-    *,
-    title: str,
+    style: str,
+    output: str | None,
     label: str,
     bars: Sequence[tuple[float, str]],
-) -> str:
-    """The same table as an HTML page, and a bar for each row: a value and how it is written."""
-    from flopcalc.report.html.lists import make_list_page
-    from flopcalc.report.html.pictures import Bar
-    from flopcalc.report.lists import join_cells
+    plot_file: str | None = None,
+) -> None:
+    """A row for each result: in JSON the single result and what makes it differ, else a table, and notes each once.
 
-    drawn = [Bar(row.label, *bar) for row, bar in zip(rows, bars, strict=True)]
-    headers, table = join_cells([row.varied for row in rows], cells)
-    return make_list_page(title, headers, table, _name_notes(rows, notes), label=label, bars=drawn)
+    A page also has a bar for each row, of the value that `label` names.
+    """
+    if style == "json":
+        shown = [{"varied": row.varied, **result} for row, result in zip(rows, results, strict=True)]
+        show_json({"schema": 1, "rows": shown})
+        return
+    named = _name_notes(rows, notes)
+    if style == "html":
+        from flopcalc.report.html.lists import make_list_page
+        from flopcalc.report.html.pictures import Bar
+        from flopcalc.report.lists import join_cells
+
+        headers, table = join_cells([row.varied for row in rows], cells)
+        write_page(
+            make_list_page(
+                title,
+                headers,
+                table,
+                named,
+                label=label,
+                bars=[Bar(row.label, *bar) for row, bar in zip(rows, bars, strict=True)],
+            ),
+            output,
+        )
+        return
+    from flopcalc.report.lists import format_list
+
+    click.echo(
+        format_list(
+            [row.varied for row in rows], cells, named, title=title, style="github" if style == "markdown" else "simple"
+        )
+    )
+    if plot_file is not None:
+        click.echo(f"written: {plot_file}")
 
 
 def _name_notes(rows: Sequence[ListedRow], notes: Sequence[Sequence[str]]) -> list[str]:

@@ -140,8 +140,6 @@ def explain_unknown(ctx: click.Context, flag: str) -> str | None:
 
         with use_spelling(spell_option):
             return explain_refusal(str(ctx.info_name), name)
-    if ctx.info_name == "plan" and name in ("budget", "days", "deadline"):
-        return f"plan takes no {flag}: a list as in --gpus 64,128,256 shows days and cost of each"
     group = ctx.parent.command if ctx.parent is not None else None
     if _FOREIGN.get(name) in [own for option in ctx.command.params for own in option.opts]:
         return f"no such option {flag}: here it is {_FOREIGN[name]}"

@@ -18,6 +18,9 @@ from flopcalc.setup.setup import make_setup
 if TYPE_CHECKING:
     from flopcalc.planning.plan import Plan
 
+# Numbers of GPUs that are tried for a deadline, until one keeps it.
+_MANY = ",".join(str(1 << power) for power in range(15))
+
 
 @click.command(cls=Command)
 @takes_setup("plan")
@@ -31,9 +34,10 @@ def plan(
 
     Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and gradient checkpointing. Shows
     the fastest layouts that fit in memory, and why the others lose. Layout options with several values narrow the
-    search. Lists in --device, --gpus and --seq give the best layout of each combination.
+    search. Lists in --device, --gpus and --seq give the best layout of each combination. --days without --gpus finds
+    a number of GPUs that keeps the deadline.
     """
-    if has_list(given, None):
+    if has_list(given, None) or (given.get("days") and not given.get("gpus") and not given.get("launch")):
         if plot_file is not None or timeline is not None:
             raise WorkloadError("--plot and --timeline are of one plan: give single values with them")
         _show_list(model, given, style, output)
@@ -46,8 +50,7 @@ def plan(
     if plot_file is not None:
         found.plot(plot_file)
     if style == "json":
-        shown = {**found.to_dict(), **({"launch": report} if report is not None else {})}
-        show_json(shown)
+        show_json({**found.to_dict(), **({"launch": report} if report is not None else {})})
         return
     if style == "html":
         from flopcalc.report.html.plan import make_plan_page
@@ -80,18 +83,39 @@ def _show_list(model: str, given: dict[str, Any], style: str, output: str | None
     from flopcalc.cli import lists
     from flopcalc.report.plan import make_cells
 
-    rows = lists.expand(given)
-    results = [_plan(model, row.options)[0] for row in rows]
-    if style == "json":
-        lists.show_rows(rows, [each.to_dict() for each in results])
-        return
-    title = f"{results[0].model}: {format_tokens(results[0].tokens)}, {results[0].dtype}"
-    notes = [each.notes for each in results]
-    cells = [make_cells(each) for each in results]
-    if style == "html":
-        days = [each.best[0].days for each in results]
-        bars = [(value, format_duration(value)) for value in days]
-        page = lists.make_page(rows, cells, notes, title=title, label="Days, in the best layout", bars=bars)
-        write_page(page, output)
-        return
-    lists.show_table(rows, cells, notes, title=title)
+    is_open = not given.get("gpus")
+    rows, results = lists.expand({**given, "gpus": _MANY} if is_open else given), list[Any]()
+    for row in rows:
+        try:
+            results.append(_plan(model, row.options)[0])
+        except WorkloadError as error:  # no layout divides, or none fits
+            results.append(error)
+            continue
+        if is_open and results[-1].within["days"]["verdict"] == "yes":
+            break
+    fits = [not isinstance(each, WorkloadError) for each in results]
+    if not any(fits):
+        raise results[-1]
+    first = results[fits.index(True)]
+    start = max(0, fits.index(True) - 1) if is_open else 0  # of those that are too few, the most
+    rows, results, fits = rows[start : len(results)], results[start:], fits[start:]
+    lists.show(
+        rows,
+        (each.to_dict() if fit else {"error": str(each)} for each, fit in zip(results, fits, strict=True)),
+        [
+            make_cells(each) if fit else {**dict.fromkeys(make_cells(first)), "best layout": "none"}
+            for each, fit in zip(results, fits, strict=True)
+        ],
+        [
+            each.notes if fit else [str(each).partition(". What would")[0]]
+            for each, fit in zip(results, fits, strict=True)
+        ],
+        title=f"{first.model}: {format_tokens(first.tokens)}, {first.dtype}",
+        style=style,
+        output=output,
+        label="Days, in the best layout",
+        bars=[
+            (each.best[0].days, format_duration(each.best[0].days)) if fit else (0.0, "none")
+            for each, fit in zip(results, fits, strict=True)
+        ],
+    )

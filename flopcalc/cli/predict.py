@@ -101,10 +101,9 @@ def _predict(model: str, given: dict[str, Any], memory: bool, has_events: bool =
 
     setup = make_setup("predict", model, given)
     setup = setup.replace(values={**setup.values, "timeline": has_events})
-    settings = list_step_options(setup)
     counted = count(setup, "hardware")
-    if memory and counted.estimate.terms[0].estimator.is_diffusion:
-        raise WorkloadError("--memory: the memory of diffusion models is not predicted")
+    settings = list_step_options(setup, counted.estimate)
+    memory = memory and not counted.estimate.terms[0].estimator.is_diffusion  # whose note says what is known
     found = predict_counted(counted, setup)
     kept = _compare_recompute(setup, counted, found, settings) if memory else None
     largest = find_largest_batch(counted.estimate, **settings) if memory else None
@@ -126,19 +125,18 @@ def _show_list(
     if plot_file is not None:
         points = [(each.found.rate[0], each.found.fits is not False) for each in results]
         lists.draw(plot_file, rows, points, f"{unit}/s", title)
-    if style == "json":
-        lists.show_rows(rows, [each.to_dict() for each in results])
-        return
-    notes = [list(each.found.notes) for each in results]
-    cells = [make_cells(each.found, each.largest) for each in results]
-    if style == "html":
-        bars = [(each.found.rate[0], format_rate(each.found.rate[0])) for each in results]
-        page = lists.make_page(rows, cells, notes, title=title, label=f"{unit.capitalize()} per second", bars=bars)
-        write_page(page, output)
-        return
-    lists.show_table(rows, cells, notes, title=title)
-    if plot_file is not None:
-        click.echo(f"written: {plot_file}")
+    lists.show(
+        rows,
+        (each.to_dict() for each in results),
+        [make_cells(each.found, each.largest) for each in results],
+        [each.found.notes for each in results],
+        title=title,
+        style=style,
+        output=output,
+        label=f"{unit.capitalize()} per second",
+        bars=[(each.found.rate[0], format_rate(each.found.rate[0])) for each in results],
+        plot_file=plot_file,
+    )
 
 
 def _compare_recompute(

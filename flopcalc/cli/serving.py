@@ -12,7 +12,7 @@ from flopcalc.base.errors import WorkloadError
 from flopcalc.base.progress import show_progress
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import FieldOption, takes_setup
-from flopcalc.cli.pages import format_options, write_page
+from flopcalc.cli.pages import format_options
 from flopcalc.cli.streams import show_json
 from flopcalc.setup.setup import make_setup
 
@@ -97,13 +97,22 @@ def serving(model: str, style: str, output: str | None, plot_file: str | None, g
         shown = [answer.to_dict() for answer in answers]
         show_json(shown[0] if len(shown) == 1 else {"schema": 1, "rows": shown})
     elif style == "html":
-        from flopcalc.cli.lists import ListedRow, make_page
+        from flopcalc.cli.lists import ListedRow, show
 
         rows = [ListedRow({"concurrency": load}, question) for load, question in zip(loads, questions, strict=True)]
         bars = [(answer.times["tokens_per_s"].mid, f"{answer.times['tokens_per_s'].mid:,.0f}") if answer.times
                 else (0.0, "-") for answer in answers]  # fmt: skip
-        cells, notes = [make_cells(answer) for answer in answers], [answer.notes for answer in answers]
-        write_page(make_page(rows, cells, notes, title=title, label="Tokens per second", bars=bars), output)
+        show(
+            rows,
+            (),
+            [make_cells(answer) for answer in answers],
+            [answer.notes for answer in answers],
+            title=title,
+            style=style,
+            output=output,
+            label="Tokens per second",
+            bars=bars,
+        )
     else:
         click.echo(format_answer(answers[0]) if len(answers) == 1 else format_curve(answers))
     if plot_file is not None and style == "table":

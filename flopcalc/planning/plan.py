@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_items, format_parameters, format_tokens
-from flopcalc.base.vocabulary import check_word
+from flopcalc.base.vocabulary import Verdict, check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.formats.formats import FormatOptions
@@ -19,7 +19,7 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, PlannedLayout
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
-from flopcalc.prediction.execution_options import check_timed, describe_inferred
+from flopcalc.prediction.execution_options import USUAL, check_timed, choose_usual, describe_inferred
 from flopcalc.prediction.memory.peak import resize_batch
 from flopcalc.setup.counting import bind_setup, choose_device, find_sequences
 from flopcalc.setup.setup import ModelChoice, Setup
@@ -40,9 +40,9 @@ _HELPS = 1.1  # how much faster a doubled batch must be to be proposed
 _ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that depend little on the batch
 
 _NEEDED = {
-    "tokens": "the tokens of the whole run, such as 2T",
+    "tokens": "the tokens of the whole run, such as 2T; days and a budget then say how many they allow",
     "device": "the GPU to plan for; `flopcalc devices` lists them",
-    "gpus": "the number of GPUs",
+    "gpus": "the number of GPUs; on the command line, a deadline in days tries several",
 }
 
 
@@ -78,6 +78,8 @@ def plan_setup(setup: Setup) -> Plan:
         size = format_parameters(global_batch * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed: {why}")
     notes += _describe_indivisible(gpus, global_batch) if setup.get("pp") is None else []
+    notes += [USUAL] if {"execution", "optimizer"} - set(setup.values) else []
+    usual, optimizer = choose_usual(gpus, estimator, "train", setup.get("hf_trainer", False))
     given = {name: setup.get(name) for name in DEGREES}
     given["recompute"] = "full" if setup.get("gradient_checkpointing") else setup.get("recompute")
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
@@ -102,8 +104,8 @@ def plan_setup(setup: Setup) -> Plan:
             pue=setup.get("pue"),
             grid=setup.get("grid"),
             dtype=setup.formats.compute,
-            execution=setup.get("execution", "fused"),
-            optimizer=setup.get("optimizer", "adamw-master"),
+            execution=setup.get("execution", usual),
+            optimizer=setup.get("optimizer", optimizer),
             attention_kernel=setup.attention_kernel,
             expert_imbalance=expert_imbalance,
             overlaps=OVERLAPS[overlap],
@@ -126,12 +128,27 @@ def plan_setup(setup: Setup) -> Plan:
         few, many = format_tokens(total_tokens), format_tokens(whole)
         notes.append(f"{few} given, less than one step: one whole step, {many}, planned")
         total_tokens = whole
-    found = search(global_batch, fixed, notes, progress)
+    found = _judge(search(global_batch, fixed, notes, progress), setup)
     if not is_chosen:
         return found
     return found._replace(
         notes=(*found.notes, *_advise_batch(found.best, global_batch, sample.tokens, fixed, find_best))
     )
+
+
+def _judge(plan: Plan, setup: Setup) -> Plan:
+    """The plan with what its best layout keeps of the limits that were given."""
+    best, within = plan.best[0], dict[str, dict[str, Any]]()
+    ends = [end / best.step.seconds for end in (best.step.high, best.step.seconds, best.step.low)]
+    for name, needed in (("days", best.days), ("budget", best.usd)):
+        limit = setup.get(name)
+        if limit is None:
+            continue
+        if needed is None:
+            raise WorkloadError(f"{spell(name)}: {plan.device.name} has no known price; give {spell('price', 'USD')}")
+        verdict: Verdict = get_args(Verdict)[sum(needed * end > limit for end in ends)]
+        within[name] = {"limit": limit, "verdict": verdict, "tokens": max(1, int(plan.tokens * limit / needed))}
+    return plan._replace(within=within)
 
 
 def _describe_indivisible(gpus: int, batch: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError
@@ -13,8 +14,8 @@ from flopcalc.base.rows import FrozenRows, Rows, shorten
 from flopcalc.base.units import format_amount, format_bytes, format_duration, format_seconds, format_tokens
 from flopcalc.base.vocabulary import Execution, LayoutRecompute, Optimizer
 from flopcalc.hardware.devices import Device
+from flopcalc.hardware.prices import Rate
 from flopcalc.planning.layout import Layout
-from flopcalc.planning.money import Rate
 from flopcalc.planning.network import Interconnect
 from flopcalc.planning.seconds import PARTS, LayoutSeconds
 from flopcalc.prediction.memory.peak import Memory, find_capacity
@@ -163,6 +164,8 @@ class Plan(NamedTuple):
     optimizer: Optimizer = "adamw-master"
     helps: str = ""  # what would shorten the best layout's step most, and by how much
     routing: str | None = None  # of a model with experts
+    # Days and budget, if given: the limit, whether the best layout keeps it, and the tokens that it allows.
+    within: Mapping[str, Mapping[str, Any]] = {}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -196,6 +199,7 @@ class Plan(NamedTuple):
             "helps_most": self.helps or None,
             "layouts": {"divide": self.layouts, "fit": self.fitting, "skipped": self.skipped},
             "price": None if self.price is None else self.price._asdict(),
+            "within": self.within,
             "evidence": {
                 "device": self.evidence,
                 "interconnect": f"{self.interconnect.id}: {self.interconnect.source}",
@@ -230,6 +234,7 @@ class Plan(NamedTuple):
             f"{shorten(self.model)} on {self.gpus:,} × {self.device.id} in {self.dtype}: {self.fitting:,} of "
             f"{self.layouts:,} layouts fit, best {best.layout}: step {format_seconds(best.step.seconds)}, "
             f"MFU {100 * best.mfu:.1f} %, {format_duration(best.days)}"
+            + "".join(f"; within {name}: {found['verdict']}" for name, found in self.within.items())
         )
 
     def _repr_html_(self) -> str:

@@ -15,15 +15,15 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.hardware.prices import Rate, find_price
 from flopcalc.hardware.routing import EVEN
 from flopcalc.planning.coverage import describe_coverage
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
-from flopcalc.planning.money import Rate, find_price
 from flopcalc.planning.network import Interconnect, check_reach, find_interconnect
 from flopcalc.planning.results import Loser, Plan, PlannedLayout, Point, find_usable
 from flopcalc.planning.seconds import PARTS, LayoutSeconds, Overlaps
 from flopcalc.planning.step import LayoutTimer
-from flopcalc.prediction.clock import tell_kernels
+from flopcalc.prediction.clock import CHECKED, tell_kernels
 from flopcalc.prediction.execution_options import describe_formats
 from flopcalc.prediction.memory.peak import Memory, resize_batch
 from flopcalc.prediction.watts import Energy, Range, check_site, find_energy, find_power_model
@@ -416,17 +416,15 @@ def _list_notes(
         own = f"{device.name} was not measured in {runner.dtype}: one-GPU times are scaled by published peaks"
     if many > 1:
         own += (
-            f"; collectives from table {net.id}; multi-GPU overhead and interval come from published runs; we have not "
-            "measured a cluster (docs/planning.md)"
+            f"; collectives from table {net.id}; multi-GPU overhead and interval come from published runs"
+            f"{'' if device.id in CHECKED else ' on other GPUs'}; we have not measured a cluster (docs/planning.md)"
         )
-    formats, bytes_ = runner.estimator("none").formats, "what the weights' dtype takes"
-    if runner.optimizer == "adamw-master":  # float32 parameters, as PEFT's adapters, need no second copy
-        each = 16 if (formats.adapter or formats.model) == "fp32" else 18
-        bytes_ = f"fp32 gradients and Adam ({each} bytes per trained parameter before ZeRO)"
+    formats = runner.estimator("none").formats
     notes = [
         own,
         ", ".join(_list_assumed(runner)),
-        f"memory per GPU: {formats.name_weights()} weights, {bytes_}",
+        f"memory per GPU: {formats.name_weights()} weights; {runner.optimizer}, {best.memory.describe_parameter()}, "
+        "before ZeRO",
         *runner.list_notes(best.layout),
         *describe_coverage(runner, best.layout, steps),
         *describe_formats(formats, runner.optimizer),

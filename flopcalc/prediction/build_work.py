@@ -49,7 +49,9 @@ _STEPS: dict[Optimizer, tuple[int, int, int, int]] = {
 }  # fmt: skip
 UNTIMED = "the time of {} was not measured: it is that of AdamW for as many bytes"
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
-FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
+# Weights that are made whole before a product: kind of that call, and bytes that it reads of each number. bitsandbytes'
+# nf4 and torch's own int8 were measured.
+WHOLE = {"nf4": ("dequantize", 0.5), "fp4": ("dequantize", 0.5), "int8": ("dequantize_int8", 1.0)}
 _BIASED: dict[str, CallKernel] = {"attention_plain": "math", "attention_biased": "efficient"}  # with a trained bias
 _ALIGNED = 8  # head dims that SDPA's fused kernels take are multiples
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
@@ -164,20 +166,20 @@ def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[l
 def _add_dequantized(
     rows: list[CountedRow], products: list[ProductCall], moved: list[MemoryCall], hosted: list[HostCall]
 ) -> None:
-    """What bitsandbytes does before each product of a weight of four bits: it makes the whole weight in bf16."""
-    stored = {name_module(block, row.op): row for block, row, _ in rows if row.numbers.weight.name in FOUR_BITS}
+    """Before each product of a weight of few bits the whole weight is made in bf16; int8's scales come after it."""
+    stored = {name_module(block, row.op): row for block, row, _ in rows if row.numbers.weight.name in WHOLE}
     for product in products:
         row = stored.get(product.module)
-        direction, _, n, k, copies, _ = product.size
+        direction, m, n, k, copies, _ = product.size
         if row is None or direction == "wgrad" or product.weight_bytes or (n, k) != (row.op.n_out, row.op.n_in):
             continue
-        size = n * k * copies
         way: PassDirection = "forward" if direction == "forward" else "backward"
-        moved.append(
-            MemoryCall(
-                product.module, product.group, way, "dequantize", size / 2, 2.0 * size, product.calls, product.is_again
-            )
-        )
+        kind, read = WHOLE[row.numbers.weight.name]
+        scaled = {"pointwise": (2.0 * m * n * copies, 2.0 * m * n * copies)} if read == 1 else {}
+        moved += [
+            MemoryCall(product.module, product.group, way, name, *size, product.calls, product.is_again)
+            for name, size in {kind: (read * n * k * copies, 2.0 * n * k * copies), **scaled}.items()
+        ]
         hosted.append(
             HostCall(product.module, product.group, "again" if product.is_again else way, "cast", 2 * product.calls)
         )
@@ -316,7 +318,7 @@ class _Maker:
     def _find_bytes(self, row: Row, m: int) -> float:
         """Bytes that a product reads of each number of a quantized weight; 0 of a plain one, or of one made whole."""
         held = row.list_weights(has_adapters=False)[:1] if row.numbers.weight.is_quantized else []
-        is_whole = row.numbers.weight.name in FOUR_BITS and (m > 1 or self.is_train)
+        is_whole = row.numbers.weight.name in WHOLE and (m > 1 or self.is_train or row.numbers.weight.name == "int8")
         return 0.0 if is_whole or not held else held[0].total_bytes / held[0].parameters
 
     def _find_format(self, product: Product, direction: ProductDirection, part: str) -> str:

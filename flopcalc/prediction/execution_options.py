@@ -20,7 +20,7 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.formats.formats import Formats
 from flopcalc.core.model.ops import Attend, Op, iterate
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
-from flopcalc.prediction.build_work import FOUR_BITS, UNTIMED
+from flopcalc.prediction.build_work import UNTIMED, WHOLE
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _NAMED = 4  # ops that a note names
@@ -48,12 +48,15 @@ def match_dtype(estimate: Estimate, dtype: str) -> Estimate:
 def describe_formats(formats: Formats, optimizer: Optimizer) -> list[str]:
     """What a prediction does not know about number formats and optimizers."""
     notes = []
-    if formats.weights is not None and formats.weights.name in FOUR_BITS and formats.quantization is None:
-        notes.append("quantized weights: the time to dequantize them was measured on one model, with bitsandbytes' nf4")
+    if formats.weights is not None and formats.weights.name in WHOLE and formats.quantization is None:
+        notes.append(
+            "quantized weights: made whole before each product; measured with bitsandbytes' nf4 and torch's int8 alone"
+        )
     elif formats.quantization is not None or formats.weights is not None:
         notes.append(
             "quantized weights: products read the bytes that the weights take, at the data sheet's bandwidth; no "
-            "kernel for them was measured, and dequantizing is left out"
+            "kernel for them was measured, and dequantizing is left out; torch's own int4 product took 5 to 14 times "
+            "as long in prompts"
         )
     if formats.cache and formats.cache != formats.attention:
         notes.append(f"attention is timed with a cache in {formats.attention}, not in {formats.cache}")
@@ -118,6 +121,23 @@ def find_kernel(device: Device, dtype: str | None, kernel: Kernel) -> PickedKern
     if kernel != "auto":
         return kernel
     return find_sdpa(device, dtype)
+
+
+USUAL = (
+    "unless said, one GPU and LoRA run HF's eager code with adamw, full training on several GPUs a training "
+    "framework's fused kernels with adamw-master"
+)
+
+
+def choose_usual(gpus: int, estimator: Estimator, phase: str, in_trainer: bool = False) -> tuple[Execution, Optimizer]:
+    """What runs unless it is said: HF's code on one GPU and with LoRA, a training framework on several.
+
+    HF's Trainer runs HF's code on several GPUs too, but keeps float32 weights there. No code of HF trains in fp8.
+    """
+    if estimator.formats.compute in CAST_FORMATS:
+        return "fused", "adamw-master"
+    is_plain = gpus == 1 or estimator.recipe.lora is not None or estimator.is_diffusion or phase != "train"
+    return "eager" if is_plain or in_trainer else "fused", "adamw" if is_plain else "adamw-master"
 
 
 def choose_execution(execution: str | None, compiled: bool) -> Execution:

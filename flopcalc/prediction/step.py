@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.base.errors import (
@@ -20,6 +20,7 @@ from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.hardware.prices import Rate
 from flopcalc.prediction.build_work import count_calls, make_work
 from flopcalc.prediction.clock import Clock, Event, StepTime
 from flopcalc.prediction.execution_options import (
@@ -38,6 +39,7 @@ from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.memory.peak import (
     Memory,
     can_resize,
+    count_state_bytes,
     find_capacity,
     largest_batch,
     predict_memory,
@@ -94,6 +96,9 @@ class Prediction(NamedTuple):
     pause_s: float = 0.0  # after each step
     pue: float | None = None
     grid_g_per_kwh: float | None = None
+    price: Rate | None = None
+    sample: str = "samples"  # what a diffusion model's are
+    optimizer: str = ""  # of a training step
 
     @property
     def energy(self) -> Energy | None:
@@ -109,7 +114,14 @@ class Prediction(NamedTuple):
     @property
     def rate(self) -> tuple[float, str]:
         """Tokens per second, or samples where there are no tokens; and which of them."""
-        return (self.samples_per_s, "samples") if self.tokens_per_s is None else (self.tokens_per_s, "tokens")
+        return (self.samples_per_s, self.sample) if self.tokens_per_s is None else (self.tokens_per_s, "tokens")
+
+    @property
+    def usd(self) -> Range | None:
+        """What a sample costs, or a million tokens where there are tokens."""
+        seconds = Range(*(value + self.pause_s for value in self.step_time_s))
+        made = self.rate[0] * seconds.mid / (1e6 if self.tokens_per_s else 1.0)
+        return seconds.scale(self.price.usd_per_gpu_hour * self.gpus / (3600 * made)) if self.price else None
 
     def describe_rate(self) -> str:
         return f"{format_rate(self.rate[0])} {self.rate[1]}/s"
@@ -122,6 +134,7 @@ class Prediction(NamedTuple):
             "dtype": self.dtype,
             "step_time_s": self.step_time_s._asdict(),
             "execution": self.execution,
+            "optimizer": self.optimizer or None,
             "routing": self.routing,
             "bound": self.bound,
             "device_s": self.device_s,
@@ -136,6 +149,10 @@ class Prediction(NamedTuple):
             ),
             "energy": energy.to_dict() if (energy := self.energy) else None,
             "floors": self.floors.to_dict() if self.floors else None,
+            "price": None if self.price is None else self.price._asdict(),
+            "usd": None
+            if (usd := self.usd) is None
+            else usd._asdict(),  # of what `tokens_per_s` or `samples_per_s` counts
             "generate": self.generate,
             "advice": self.advice,
             "evidence": self.evidence,
@@ -197,8 +214,9 @@ def predict_estimate(
     has `events`, for `save_trace`.
     """
     chosen = choose_execution(execution, check_flag(compiled, "compiled"))
-    memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
-    timeline = check_flag(timeline, "timeline")
+    memory, advise, timeline = (
+        check_flag(flag, name) for flag, name in ((memory, "memory"), (advise, "advise"), (timeline, "timeline"))
+    )
     host_factor = check_positive(host_factor, "the host's factor")
     pause_s = read_number(pause_s, "pause_s", or_zero=True)
     check_optimizer(optimizer)
@@ -215,6 +233,7 @@ def predict_estimate(
     machine = Machine(device, kind)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
         raise RecipeError(f"per-sample clipping is counted, not predicted: leave {spell('clipping')} out")
+    passes = estimate.passes
     estimate, kernel, notes = settle_estimate(estimate, kernel, chosen, is_asked=attention_kernel != "auto")
     version = parse_version(transformers) if transformers is not None else USUAL
     in_trainer, clips = check_flag(hf_trainer, "hf_trainer"), check_flag(clip_gradients, "clip_gradients")
@@ -242,12 +261,26 @@ def predict_estimate(
     )
     if any(term.estimator.is_diffusion for term in parts):
         memory = False
-        notes.append("the memory of diffusion models is not predicted: no tensors of theirs were recorded")
-        prediction = _compare_weights(prediction, estimate, machine.device)
+        states = count_state_bytes(optimizer, machine.width) if parts[0].load.phase == "train" else 0
+        held = sum(each.total_bytes for each in estimate.weights) + estimate.parameters["trainable"] * states
+        notes.append(
+            f"memory: at least {format_bytes(held)} for weights, gradients and optimizer states; activations of "
+            "diffusion models are not predicted: no tensors of theirs were recorded"
+        )
+        prediction = _compare_weights(prediction, held, machine.device)
         floors = floors._replace(tokens_per_s=None)
-        prediction = prediction._replace(tokens_per_s=None, floors=floors)  # people count images and videos
+        sample = "videos" if any(frames > 1 for term in parts for frames, *_ in term.load.grids) else "images"
+        prediction = prediction._replace(tokens_per_s=None, floors=floors, sample=sample)  # people count these
+    if len(passes) > 1:
+        notes.append(
+            "passes of a step, each alone: "
+            + ", ".join(
+                f"{name} {format_seconds(_predict(each, settings).step_time_s.mid)}" for name, each in passes.items()
+            )
+            + "; all of them in HF's code, the rollout too"
+        )
     if memory:
-        prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
+        prediction = _add_memory(prediction, _hold(settings, parts, passes), machine.device)
     notes += [prediction.power.describe()] if prediction.power is not None else []
     notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
@@ -291,11 +324,12 @@ class _Settings(NamedTuple):
     def is_compiled(self) -> bool:
         return self.execution in ("compiled", "graphs")
 
-    def find_memory(self, parts: Sequence[tuple[Estimator, Workload, int]]) -> Memory:
+    def find_memory(self, parts: Sequence[tuple[Estimator, Workload, int]], *, is_scored: bool = False) -> Memory:
         """The largest micro-batch's."""
-        is_adding = sum(times for _, _, times in parts) > 1
+        is_adding = sum(times for _, load, times in parts if load.phase == "train") > 1
         found = [
-            predict_memory(estimator, load, is_adding=is_adding, **self.memory_settings) for estimator, load, _ in parts
+            predict_memory(estimator, load, is_adding=is_adding, is_scored=is_scored, **self.memory_settings)
+            for estimator, load, _ in parts
         ]
         return max(found, key=lambda memory: memory.peak)
 
@@ -380,6 +414,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         routing=estimate.terms[0].estimator.routing_name,
         power=None if model is None else model.find(clock.find_shares(whole)),
         pause_s=settings.pause_s,
+        optimizer=settings.optimizer if estimate.terms[0].load.phase == "train" else "",
     )
 
 
@@ -413,6 +448,25 @@ def _add_generate(prediction: Prediction, tokens: int, host_factor: float, fitte
     return prediction._replace(generate=found, notes=(*prediction.notes, note))
 
 
+def _hold(
+    settings: _Settings, parts: Sequence[tuple[Estimator, Workload, int]], passes: Mapping[str, Estimate]
+) -> Memory:
+    """A step's memory, with the weights of a reference or teacher, which are there all the while.
+
+    With adapters the model itself is its reference.
+    """
+    is_alike = len({each.terms[0].estimator.source.name for each in passes.values()}) == 1  # no teacher
+    memory = settings.find_memory(parts, is_scored=is_alike and len(passes) > 1)
+    if "reference" not in passes or (is_alike and parts[0][0].recipe.lora is not None):
+        return memory
+    held = sum(each.total_bytes for each in passes["reference"].weights)
+    return memory._replace(
+        weights=memory.weights + held,
+        peak=memory.peak + held,
+        at_peak={**memory.at_peak, "weights": memory.at_peak["weights"] + held},
+    )
+
+
 def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Prediction:
     """With memory, and a note first where it does not fit."""
     if device.memory_gb is None:
@@ -428,14 +482,13 @@ def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Predi
     return prediction._replace(memory=memory, fits=False, capacity=capacity, notes=(note, *prediction.notes))
 
 
-def _compare_weights(prediction: Prediction, estimate: Estimate, device: Device) -> Prediction:
-    """With a note first where the weights alone, of all parts of a pipeline, do not fit."""
-    held = sum(each.total_bytes for each in estimate.weights)
+def _compare_weights(prediction: Prediction, held: int, device: Device) -> Prediction:
+    """With a note first where weights and states alone, of all parts of a pipeline, do not fit."""
     if device.memory_gb is None or held <= (capacity := find_capacity(device)):
         return prediction
     note = (
-        f"does not fit: the weights alone take {format_bytes(held)}, {device.name} has {format_bytes(capacity)} for "
-        "tensors; the time is as if they did"
+        f"does not fit: weights and states alone take {format_bytes(held)}, {device.name} has {format_bytes(capacity)} "
+        "for tensors; the time is as if they did"
     )
     return prediction._replace(fits=False, capacity=capacity, notes=(note, *prediction.notes))
 

@@ -25,7 +25,7 @@ def format_models(families: Sequence[Entry], presets: Sequence[Entry]) -> str:
     lines: list[str] = []
     if families:
         count = len({entry["model_type"] for entry in families})
-        lines.append(f"{count} model type{'s' * (count != 1)} in {len(families)} class{'es' * (count != 1)}")
+        lines.append(f"{count} model type{'s' * (count != 1)} in {len(families)} class{'es' * (len(families) != 1)}")
         rows = [[entry["model_type"], entry["architecture"], entry["input"]] for entry in families]
         lines.append(format_grid(["model_type", "architecture", "input"], rows))
     if presets:

@@ -17,6 +17,14 @@ from flopcalc.base.vocabulary import name_part
 from flopcalc.planning.results import Plan
 from flopcalc.report.prediction import format_energy_lines
 
+# Columns of the limits that were given, and what each verdict says.
+_LIMITS = {"days": "in time", "budget": "in budget"}
+_VERDICTS = {
+    "yes": "yes, even at the slow end of the interval",
+    "likely": "likely: not at the slow end of the interval",
+    "unlikely": "unlikely: only at the fast end of the interval",
+    "no": "no",
+}
 HEADERS = ["layout", "step", "from … to", "MFU", "HFU", "memory", "time", "GPU-h", "energy", "cost"]
 
 
@@ -34,6 +42,9 @@ def format_plan(plan: Plan) -> str:
         "",
     ]
     lines += [format_grid(HEADERS, list_cells(plan), keys=1), ""]
+    for name, found in plan.within.items():
+        most = f"; about {format_tokens(found['tokens'])} would" if found["tokens"] < plan.tokens else ""
+        lines += _wrap(_LIMITS[name], f"{_VERDICTS[found['verdict']]}{most}")
     best = plan.best[0]
     parts = sorted(best.to_dict()["breakdown"].items(), key=lambda part: -part[1])
     shares = ", ".join(
@@ -82,6 +93,7 @@ def make_cells(plan: Plan) -> dict[str, str | None]:
         "time": format_duration(best.days),
         "from … to": f"{low} … {high}",
         "cost": None if best.usd is None else format_money(best.usd),
+        **{_LIMITS[name]: found["verdict"] for name, found in plan.within.items()},
     }
 
 

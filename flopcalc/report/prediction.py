@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from flopcalc.base.spelling import spell
 from flopcalc.base.text_table import format_grid, format_text, wrap
-from flopcalc.base.units import format_bytes, format_energy, format_mass, format_seconds, format_share
+from flopcalc.base.units import format_bytes, format_energy, format_mass, format_money, format_seconds, format_share
 from flopcalc.base.vocabulary import name_part
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.prediction.memory.peak import MOMENTS, Memory, find_capacity
@@ -43,15 +43,24 @@ def format_prediction(
     modules = [[name, format_seconds(value), _percent(value / total)] for name, value in prediction.modules.items()]
     rest = sum(list(prediction.modules.values())[count:])
     modules = modules[:count] + ([["all others", format_seconds(rest), _percent(rest / total)]] if rest else [])
+    price, (low, mid, high) = prediction.price, map(format_money, prediction.usd or (0.0, 0.0, 0.0))
+    each = "million tokens" if prediction.tokens_per_s else prediction.sample.removesuffix("s")
+    cost = price and f"{mid} ({low} to {high}) per {each}; {price.usd_per_gpu_hour:g} USD per GPU-hour, {price.source}"
     lines = [
         *wrap(
             f"{format_seconds(seconds.mid)}   ({interval})   bound by the {prediction.bound}", "step      ", " " * 10
         ),
         f"execution {prediction.execution}" + (f", routing {prediction.routing}" if prediction.routing else ""),
+        *(
+            wrap(f"{prediction.optimizer}, {prediction.memory.describe_parameter()}", "optimizer ", " " * 10)
+            if prediction.optimizer and prediction.memory
+            else []
+        ),
         f"evidence  {prediction.evidence['class']}",
         *wrap(shares, "MFU       ", " " * 10),
         *wrap(str(prediction.floors), "floors    ", " " * 10),
         *format_energy_lines(prediction.energy, "per step"),
+        *(wrap(cost, "cost      ", " " * 10) if cost else []),
         "",
         format_grid(["where the time goes", "time", "share"], times, keys=1),
         "",

@@ -14,7 +14,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import format_bytes, parse_size
 from flopcalc.base.vocabulary import name_part
 from flopcalc.hardware.devices import Device, find_device
-from flopcalc.planning.money import find_price
+from flopcalc.hardware.prices import find_price
 from flopcalc.planning.network import find_interconnect
 from flopcalc.prediction.execution_options import describe_inferred
 from flopcalc.server.engines import Engine, find_engine, read_flags

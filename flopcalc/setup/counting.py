@@ -178,7 +178,7 @@ def _count_objective(setup: Setup, objective: Objective, estimator: Estimator, n
         model = setup.model
         if objective.teacher is not None:
             model = ModelChoice(objective.teacher, download=model.download)
-        return bind_setup(setup.replace(model=model, recipe={"lora": None}))
+        return bind_setup(setup.replace(model=model, recipe={"lora": None}), estimator.convention)
 
     estimate, found = estimator.estimate_inputs(inputs)
     notes += found

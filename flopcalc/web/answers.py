@@ -211,7 +211,7 @@ def _count_step(page: Page) -> tuple[Setup, SetupEstimate, dict[str, Any]]:
     if "device" not in page.fields:
         raise DeviceError("on which device? Choose one")
     setup, counted = count_page(page, "predict", "hardware")
-    return setup, counted, list_step_options(setup)
+    return setup, counted, list_step_options(setup, counted.estimate)
 
 
 def _answer_time(page: Page) -> Answer:

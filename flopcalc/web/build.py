@@ -25,7 +25,6 @@ from flopcalc.core.model.gguf import load_tables
 from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import load_interconnects
 from flopcalc.web.answers import answer
-from flopcalc.web.card import draw_card
 from flopcalc.web.compiled import compile_python
 from flopcalc.web.packages import find_package, is_locked, load_lock
 from flopcalc.web.setups import describe_form
@@ -53,7 +52,6 @@ _SKIPPED = (
     "monitor",
     "web/static",
     "web/build.py",
-    "web/card.py",
     "web/compiled.py",
     "web/packages.py",
     "web/serve.py",
@@ -115,8 +113,6 @@ def _write(out: str, pyodide: str, compiles: bool, address: str) -> bool:
     _put(out, "data.json", data)
     page = make_page(_read(os.path.join(STATIC, "index.html")), default, address)
     _put(out, "index.html", page)
-    with open(os.path.join(out, "card.png"), "wb") as file:
-        file.write(draw_card(json.loads(default)["estimate"]["modules"]))
     files = sorted(name for name in _list_files(out) if name != "sw.js")
     digest = hashlib.sha256()
     for name in files:

@@ -28,10 +28,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.predictor.fit.cases import ModelledCase, bind_case
 from flopcalc.measure.predictor.runs import Runner, make_case
 from flopcalc.prediction.build_work import make_work
+from lab.blind.makers import make_decode, make_denoiser, make_preference, narrow_linears, shrink_denoiser
 from lab.blind.rounds import put_between
 from lab.blind.steps import FOLLOWS, read_between
 
@@ -53,27 +55,42 @@ def load_steps(number: int) -> dict[str, Json]:
 # --- predict ----------------------------------------------------------------------------------------------------------
 def predict_step(step: Json, factor: float) -> Any:
     """What `flopcalc predict` says of it."""
-    from flopcalc import predict
+    from flopcalc import estimate_flops, predict
+    from flopcalc.prediction.step import predict_estimate
 
-    work = step["work"]
+    work, asked = step["work"], dict(step.get("asked", {}))
     batch = work["batch"]
+    sizes = {name: work[name] for name in ("text", "context") if name in work}
+    sizes |= {"images": [tuple(work["pixels"])]} if "pixels" in work else {}
     given: Json = {
         "seq_len": work.get("seq"),
         "decoder_seq_len": work.get("decoder_seq"),
         "image_grid_thw": work["images"] * batch if "images" in work else None,
         "audio": work["audio"] * batch if "audio" in work else None,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    return predict(
-        step["config"], device="h200", batch_size=batch, phase=work.get("phase", "train"), host_factor=factor,
-        transformers=VERSION, advise=False, memory=factor == 1.0, **given, **step.get("asked", {}),
-    )  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None} | sizes
+    usual: Json = {
+        "device": "h200", "host_factor": factor, "transformers": VERSION, "advise": False, "memory": factor == 1.0,
+    }  # fmt: skip
+    objective = asked.pop("objective", None)
+    if objective is None:
+        return predict(step["config"], batch_size=batch, phase=work.get("phase", "train"), **given, **usual, **asked)
+    counted = estimate_flops(step["config"], batch_size=batch, objective=objective, **given, **asked)
+    if "rollout" in counted.passes:  # an engine's work, not the trainer's
+        left = {name: each for name, each in counted.passes.items() if name != "rollout"}
+        counted = sum(left.values())  # type: ignore[assignment]
+        counted = counted.replace(passes=left)
+    return predict_estimate(counted, **usual)
 
 
 def make_predictions(number: int) -> Json:
     steps: Json = {}
     for name, step in load_steps(number).items():
-        found = {factor: predict_step(step, factor) for factor in FACTORS}
+        try:
+            found = {factor: predict_step(step, factor) for factor in FACTORS}
+        except FlopcalcError as error:  # the answer is that there is none
+            steps[name] = {"kind": step["kind"], "refused": str(error)}
+            continue
         usual = found[1.0]
         steps[name] = {
             "kind": step["kind"],
@@ -88,6 +105,11 @@ def make_predictions(number: int) -> Json:
 
 def _name_result(number: int, what: str) -> Path:
     return RESULTS / f"kinds_{what}_{number:02}.json"
+
+
+def list_measured() -> list[int]:
+    """The rounds whose results are there."""
+    return [number for number in NUMBERS if _name_result(number, "steps").exists()]
 
 
 # --- measure ----------------------------------------------------------------------------------------------------------
@@ -107,13 +129,19 @@ class KindsRunner(Runner):
 
         torch, device, asked = self.bench.torch, self.bench.device, self.step.get("asked", {})
         self.drop()
+        trains = case["phase"] == "train"
+        if "_class_name" in self.step["config"]:
+            return self._make_denoiser_step(trains)
         config, work = dict(load_config(self.step["config"]).config), self.step["work"]
         example = find_example(config["model_type"])
         if self.is_tried:
-            config = {**read_config(example.model_type, example.configs[0]), "architectures": config["architectures"]}
-            work = {**list_workloads(example, work.get("phase", "train"), "images" in work)[0]} | {
-                name: work[name] for name in ("phase",) if name in work
+            kept: Json = {
+                name: config[name] for name in ("architectures", "num_labels", "pad_token_id") if name in config
             }
+            kept |= {"pad_token_id": 0} if kept.get("pad_token_id", 0) > 1 else {}
+            config = {**read_config(example.model_type, example.configs[0]), **kept}
+            tiny = list_workloads(example, "train", "images" in work)[0]
+            work = {**tiny, **{name: work[name] for name in ("phase",) if name in work}, "context": 3}
         estimator = make_estimator(example, config)
         dtype = torch.float32 if asked.get("weights") == "fp32" else torch.bfloat16
         architecture = config.get("architectures", [example.choose_class(estimator.spec.architecture)])[0]
@@ -125,16 +153,35 @@ class KindsRunner(Runner):
         if "audio" in work:
             work = {**work, "clips": [round(each * 100) for each in work["audio"]]}  # frames of 10 ms
         called = torch.compile(self.model) if asked.get("execution") == "compiled" else self.model
-        if "SequenceClassification" in architecture:  # its labels are no tokens
+        if "Classification" in architecture and "images" not in work:  # its labels are no tokens
             example = example._replace(loss="logits")
-        trains = case["phase"] == "train"
+        elif (
+            not architecture.endswith(("LMHeadModel", "MTModel"))
+            and architecture.endswith("Model")
+            and example.loss == "labels"
+        ):  # embeddings
+            example = example._replace(loss="last_hidden_state")
         self.model.train(trains)
-        made = make_inputs(example, self.model.config, work, estimator)
+        few = "fp8" if asked.get("compute") == "fp8" else asked.get("weights", "").partition("-")[0]
+        if few in ("fp8", "int8", "int4"):
+            narrow_linears(torch, self.model, few)
+        asked_rows = dict(work)
+        if work.get("phase") == "decode" and not estimator.has_decoder:
+            asked_rows["seq"] = work["context"]
+        if asked.get("objective", "").startswith(("dpo", "reward")):  # a chosen and a rejected sequence
+            asked_rows["batch"] = 2 * work["batch"]
+        made = make_inputs(example, self.model.config, asked_rows, estimator)
         inputs = {name: each.to(device, dtype if each.is_floating_point() else None) for name, each in made.items()}
         cast = torch.float16 if asked.get("autocast") == "fp16" else torch.bfloat16
         scaler = torch.amp.GradScaler(device) if cast == torch.float16 else None
         scale = scaler.scale if scaler is not None else lambda loss: loss
-        inner = make_pass(self.model, called, example, inputs, estimator.has_decoder, trains, scale)
+        if "objective" in asked:
+            inner = make_preference(torch, self.model, asked["objective"], inputs)
+        elif work.get("phase") == "decode":
+            inner = make_decode(torch, self.model, inputs, work, estimator.has_decoder)
+        else:
+            is_prompt = work.get("phase") == "prefill"
+            inner = make_pass(self.model, called, example, inputs, estimator.has_decoder, trains, scale, is_prompt)
         if trains:
             self._set_optimizer("adamw")
         optimizer, micro = self.optimizer, asked.get("grad_accum", 1)
@@ -156,6 +203,25 @@ class KindsRunner(Runner):
         self.drop_optimizer()
         labels = inputs["decoder_input_ids" if estimator.has_decoder else "input_ids"].clone()
         self.sample = {name: each.cpu() for name, each in {**inputs, "labels": labels}.items()}
+        return run
+
+    def _make_denoiser_step(self, trains: bool) -> Callable[[], Any]:
+        """One call of a denoiser, or a training step of it."""
+        config, work = self.step["config"], self.step["work"]
+        if self.is_tried:
+            work = {**work, "batch": 1, "text": 7, "grid": [work["grid"][0], 16, 16]}
+            config = shrink_denoiser(config)
+        self.model, inner = make_denoiser(self.bench.torch, config, work, self.step.get("asked", {}), self.bench.device)
+        if not trains:
+            return inner
+        self._set_optimizer("adamw")
+        optimizer = self.optimizer
+
+        def run() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            inner()
+            optimizer.step()
+
         return run
 
     def drop_optimizer(self) -> None:
@@ -208,8 +274,9 @@ class KindsRunner(Runner):
 
 
 def make_pass(
-    model: Any, called: Any, example: Any, inputs: Json, has_decoder: bool, trains: bool, scale: Callable[[Any], Any]
-) -> Callable[[], Any]:
+    model: Any, called: Any, example: Any, inputs: Json, has_decoder: bool, trains: bool,
+    scale: Callable[[Any], Any], is_prompt: bool = False,
+) -> Callable[[], Any]:  # fmt: skip
     """Forward and backward on the model's own loss, or on the sum of what it returns; or forward alone."""
     import torch
 
@@ -218,6 +285,7 @@ def make_pass(
 
     extra = dict(example.call) | ({"use_cache": False} if takes(model, "use_cache") else {})
     if not trains:
+        extra |= {"use_cache": True, "logits_to_keep": 1} if is_prompt else {}
 
         def forward() -> None:
             with torch.no_grad():
@@ -262,7 +330,7 @@ def measure(
 
 def read_compiled() -> Iterator[ModelledCase]:
     """The compiled steps of all rounds, and the work that the predictor sees in them."""
-    for number in NUMBERS:
+    for number in list_measured():
         steps = load_steps(number)
         for case in json.loads(_name_result(number, "steps").read_text())["cases"]:
             step = steps[case["model"]]
@@ -304,6 +372,7 @@ def compare_all(number: int, predicted: Json | None = None) -> dict[str, Json]:
             predicted[name], each, constants["probe_s"]["train" if each[0]["phase"] == "train" else "forward"]
         )
         for name, each in runs.items()
+        if "refused" not in predicted[name]
     }
 
 
@@ -345,11 +414,13 @@ def list_evidence() -> Iterator[tuple[str, list[Json], list[Json]]]:
                 rows += [row for row in steps.list_rows(*names) if row["kind"] == kind]
         yield f"measured models: {kind}", rows, []
     found: dict[str, tuple[list[Json], list[Json]]] = defaultdict(lambda: ([], []))
-    for number in NUMBERS:
+    for number in list_measured():
         for place, compared in enumerate((compare_all(number), compare_all(number, make_predictions(number)))):
+            before = compare_all(number)
             for name, row in compared.items():
-                is_recorded = compare_all(number)[name]["is_recorded"]
-                found["recorded types" if is_recorded else "borrowed operators"][place].append(row)
+                title = "recorded types" if before[name]["is_recorded"] else "borrowed operators"
+                title = "weights of few bits: data sheet" if row["kind"] == "quantized" else title
+                found[title][place].append(row)
     for title, (before, today) in found.items():
         yield title, before, today
 
@@ -393,7 +464,8 @@ def main() -> None:
     elif given.out is None:
         parser.error("measure: --out FILE says where the times go")
     else:
-        measure(given.round, given.out, given.only, given.device, given.budget_s, is_profiled=given.profiled)
+        names = [name.replace("@", " ") for name in given.only]  # a shell's list of words
+        measure(given.round, given.out, names, given.device, given.budget_s, is_profiled=given.profiled)
 
 
 if __name__ == "__main__":

@@ -176,11 +176,49 @@ def test_encoder_and_decoder() -> None:
     assert "the mean of both kinds of layers" in " ".join(result.output.split())
 
 
+def test_limits() -> None:
+    """A deadline and a budget are judged at the three points of the interval; the tokens that they allow are said."""
+    keep = {"days": "2", "budget": "5k"}
+    found = make_plan("llama-3.2-1b", tokens="100B", device="h200", gpus=16, seq_len=2048, global_batch=64, price=2.5,
+                      pp=1, zero=1, micro_batch=2, **keep)  # fmt: skip
+    best = found.best[0]
+    assert best.usd is not None
+    for name, needed in (("days", best.days), ("budget", best.usd)):
+        ends = [needed * each / best.step.seconds for each in (best.step.low, best.step.seconds, best.step.high)]
+        limit = found.within[name]["limit"]
+        word = ["no", "unlikely", "likely", "yes"][sum(each <= limit for each in ends)]
+        assert found.within[name] == {"limit": limit, "verdict": word, "tokens": int(100e9 * limit / needed)}
+    output = invoke(*SMALL, "--days", "1h", "--budget", "1M", "--price", "2.5").output
+    assert re.search(r"^in time +no; about [\d.]+B tokens would$", output, re.MULTILINE)
+    assert re.search(r"^in budget +yes, even at the slow end of the interval$", output, re.MULTILINE)
+
+
+def test_a_deadline_finds_the_number_of_gpus() -> None:
+    given = ["--model", "llama-3.2-1b", "--tokens", "100B", "--device", "h200", "--seq", "2048", "--tp", "1"]
+    rows = json.loads(invoke(*given, "--pp", "1", "--zero", "1", "--micro-batch", "2", "--days", "2", "--json").output)[
+        "rows"
+    ]
+    assert [row["varied"]["gpus"] for row in rows] == [1 << power for power in range(len(rows))]
+    assert rows[0]["error"].startswith("no layout divides")  # ZeRO of one GPU
+    assert [row["within"]["days"]["verdict"] == "yes" for row in rows[1:]] == [False] * (len(rows) - 2) + [True]
+
+
+def test_a_row_of_which_no_layout_fits_leaves_the_others() -> None:
+    given = ["--model", "llama-3.1-8b", "--tokens", "1B", "--device", "rtx-4090,h200", "--gpus", "1"]
+    result = invoke(*given, "--recompute", "full", "--zero", "0", "--optimizer", "adamw")
+    assert result.exit_code == 0
+    rows = [line.split() for line in result.output.splitlines() if line.startswith(("rtx-4090 ", "h200 "))]
+    assert [row[1] for row in rows] == ["none", "dp1"]
+    assert "--device rtx-4090: llama-3.1-8b does not fit on 1 x" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--price", "cheap"], "--price: 'cheap' is not a number; write 2.5"),
         (["--price", "0"], "--price must be a positive number"),
+        (["--days", "soon"], "--days: 'soon' is not a number; write 30 or 12h"),
+        (["--device", "gb300", "--budget", "1k"], "--budget: NVIDIA GB300 has no known price; give --price USD"),
         (["--tp", "two"], "--tp: 'two' is not a whole number"),
         (["--tp", "3"], "tp 3 does not divide 16 devices"),
         (["--gpus", "-1"], "--gpus must be at least 1"),

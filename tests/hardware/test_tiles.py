@@ -250,8 +250,8 @@ def test_only_devices_with_these_kernels_are_modelled() -> None:
 @pytest.mark.parametrize(
     ("name", "page"),
     [
-        ("executed_steps", "docs/calibration.md"),
-        ("even_routers", "docs/calibration.md"),
+        ("executed_steps", "docs/executed-flops.md"),
+        ("even_routers", "docs/executed-flops.md"),
         ("host_steps", "lab/blind/README.md"),
     ],
 )

@@ -27,6 +27,13 @@ FLAGS = (
     "--no-first-run",
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
+# Another state in place: done when the page has read it, so that what a test does next is not undone.
+GO = """state => new Promise((done) => {
+  addEventListener("hashchange", () => setTimeout(done, 100), {once: true});
+  const before = location.href;
+  location.hash = state;
+  if (location.href === before) dispatchEvent(new HashChangeEvent("hashchange")); // a change is not in the address yet
+})"""
 START_MS = 300_000  # Pyodide takes seconds on an idle machine, minutes on one that is shared
 
 
@@ -110,7 +117,7 @@ class Watched:
     def open(self, state: str = "") -> None:
         """The page in a state; in place where it is open already, so that Python starts once."""
         if self.page.url.startswith(self.address):
-            self.page.evaluate("state => { location.hash = state; }", state)
+            self.page.evaluate(GO, state)
         else:
             self.page.goto(f"{self.address}#{state}" if state else self.address)
         self.page.wait_for_selector("html[data-python=ready]", state="attached")

@@ -127,8 +127,28 @@ def test_on_devices_that_were_not_measured(device: str) -> None:
     one = predict(model, device=device, batch_size=2, seq_len=256, execution="fused", advise=False)
     other = plan(
         model, tokens=1, device=device, gpus=1, seq_len=256, global_batch=2, micro_batch=2, optimizer="adamw",
-        recompute="none",
+        recompute="none", execution="fused",
     ).best[0]  # fmt: skip
     assert other.step.seconds == pytest.approx(one.step_time_s.mid, rel=1e-12)
     assert one.memory is not None
     assert other.memory.peak == one.memory.peak
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": {"r": 8, "targets": "all-linear"}},
+    "qlora": {"lora": {"r": 8, "targets": "all-linear"}, "weights": "nf4-double", "autocast": True},
+    "fp16": {"dtype": "fp16"},
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_predict_and_plan_say_the_same_of_a_job(name: str) -> None:
+    given = {"device": "h200", "seq_len": 512, **JOBS[name]}
+    best = plan("gpt2", tokens="1M", gpus=1, global_batch=4, **given).best[0]
+    step = predict("gpt2", batch_size=4, advise=False, **given)
+    assert (best.layout.micro_batch, best.layout.recompute) == (4, "none")
+    assert step.memory is not None
+    assert (best.step.seconds, best.memory.peak) == (pytest.approx(step.step_time_s.mid, rel=1e-9), step.memory.peak)
+    assert best.tokens_per_s == pytest.approx(step.tokens_per_s, rel=1e-9)
+    assert best.memory.per_parameter == step.memory.per_parameter

@@ -21,7 +21,7 @@ from flopcalc.base.errors import FlopcalcError, SpecError, WorkloadError
 from flopcalc.base.units import format_tokens, parse_tokens
 from flopcalc.core.model.config import load_config
 from flopcalc.hardware.devices import find_device
-from flopcalc.planning.money import find_price
+from flopcalc.hardware.prices import find_price
 from flopcalc.planning.plan import choose_batch
 from flopcalc.planning.results import Plan
 from flopcalc.planning.seconds import PARTS
@@ -114,6 +114,25 @@ def test_hfu_is_that_of_an_estimate(seq: int, batch: int, dtype: str | None, rec
         )  # fmt: skip
         executed = predicted.hfu * predicted.step_time_s.mid
         assert 2 * executed == pytest.approx(found.hfu * found.step.seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more", "expected"),
+    [
+        (1, {}, ("eager", "adamw")),
+        (8, {}, ("fused", "adamw-master")),
+        (8, {"hf_trainer": True}, ("eager", "adamw-master")),
+        (8, {"lora": {"r": 8, "targets": "all-linear"}}, ("eager", "adamw")),
+        (8, {"execution": "eager", "optimizer": "adamw"}, ("eager", "adamw")),
+        (1, {"execution": "fused", "optimizer": "adamw-master"}, ("fused", "adamw-master")),
+    ],
+)
+def test_both_commands_take_the_same_unless_it_is_said(gpus: int, more: dict[str, Any], expected: Any) -> None:
+    found = plan(GPT, tokens="1B", device="h200", gpus=gpus, seq_len=512, global_batch=8, tp=1, pp=1, **more)
+    step = predict(GPT, device="h200", gpus=gpus, seq_len=512, advise=False, **more)
+    assert (found.execution, found.optimizer) == (step.execution, step.optimizer) == expected
+    for notes in (found.notes, step.notes) if gpus > 1 else ():
+        assert any("unless said" in note for note in notes) == (len(more) < 2)
 
 
 def test_defaults_are_said() -> None:
@@ -340,12 +359,18 @@ def test_scans_are_said(model: str, is_said: bool) -> None:
         ({}, "assumed: fused kernels, no waiting for the CPU, gradients reduced while backward runs"),
         ({"execution": "eager"}, "assumed: HF's eager code with its host time"),
         ({"execution": "graphs"}, "assumed: HF's code under torch.compile, replayed as CUDA graphs"),
-        ({"optimizer": "adamw-master"}, "fp32 gradients and Adam (18 bytes per trained parameter before ZeRO)"),
         (
-            {"lora": "r=8,targets=all-linear", "weights": "nf4"},
-            "nf4 and bf16 weights, fp32 gradients and Adam (16 bytes per trained parameter before ZeRO)",
+            {"optimizer": "adamw-master"},
+            "adamw-master, 18 bytes per trained parameter (weight 2, gradient 4, states 12), before ZeRO",
         ),
-        ({"optimizer": "adamw"}, "memory per GPU: bf16 weights, what the weights' dtype takes"),
+        (
+            {"lora": "r=8,targets=all-linear", "weights": "nf4", "execution": "fused", "optimizer": "adamw"},
+            "nf4 and bf16 weights; adamw, 16 bytes per trained parameter (weight 4, gradient 4, states 8), before ZeRO",
+        ),
+        (
+            {"optimizer": "adamw"},
+            "memory per GPU: bf16 weights; adamw, 8 bytes per trained parameter (weight 2, gradient 2, states 4)",
+        ),
     ],
 )
 def test_what_is_assumed_is_said(options: dict[str, Any], note: str) -> None:

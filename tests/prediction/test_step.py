@@ -1149,3 +1149,25 @@ def test_head_dims_that_no_kernel_takes_are_padded(heads: int, kernel: str, dim:
     for (direction, kind), more in added.items():
         usual = count(plain, direction, kind) / 32
         assert count(work, direction, kind) == layers * (usual + (more if kernel else 0))
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "kinds"),
+    [
+        ("int8", 64, {"dequantize_int8": 3 * 256 * 256}),
+        ("int8", 1, {"dequantize_int8": 3 * 256 * 256}),
+        ("nf4", 64, {"dequantize": 2.5 * 256 * 256}),
+        ("nf4", 1, {}),
+        ("int4-g128", 64, {}),
+    ],
+)
+def test_weights_that_are_made_whole(weights: str, rows: int, kinds: dict[str, float]) -> None:
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}  # fmt: skip
+    work = make_work(bind(config, weights=weights), Workload(1, rows, phase="prefill"))
+    found = {
+        moved.kind: moved.reads + moved.writes
+        for moved in work.moved
+        if moved.module.endswith("q_proj") and moved.kind.startswith("dequantize")
+    }
+    assert found == kinds

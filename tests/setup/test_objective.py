@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc import FlopcalcError, Workload, estimate_flops, mfu
+from flopcalc import FlopcalcError, Workload, estimate_flops, mfu, predict
 from flopcalc.setup.launch import apply_launch, read_launch
 
 CONFIG = {
@@ -130,6 +130,20 @@ ROLLOUT_ARGS=(
 )
 ray job submit -- python3 -m openrlhf.cli.train_ppo_ray ${ROLLOUT_ARGS[@]}
 """
+EARLIER_DPO = """
+read -r -d '' training_commands <<EOF
+openrlhf.cli.train_dpo \\
+   --train_batch_size 256 --micro_train_batch_size 1 --pretrain Qwen/Qwen3-0.6B --bf16 --max_len 8192 \\
+   --zero_stage 3 --learning_rate 5e-7 --beta 0.1 --flash_attn --gradient_checkpointing
+EOF
+deepspeed --module $training_commands
+"""
+EARLIER_RL = """
+ray job submit --runtime-env-json='{"working_dir": "/openrlhf"}' -- python3 -m openrlhf.cli.train_ppo_ray \\
+   --actor_num_nodes 2 --actor_num_gpus_per_node 8 --vllm_num_engines 4 --advantage_estimator reinforce_baseline \\
+   --pretrain Qwen/Qwen3-0.6B --reward_pretrain none --micro_train_batch_size 4 --train_batch_size 128 \\
+   --prompt_max_len 1024 --generate_max_len 512 --init_kl_coef 1e-4 --gradient_checkpointing
+"""
 TRL_GRPO = """
 model_name_or_path: Qwen/Qwen3-0.6B
 max_completion_length: 256
@@ -207,6 +221,13 @@ FILES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("rl.sh", REINFORCE, "OpenRLHF", {
         "objective": "grpo,completion=1024,score=yes,reference=no", "seq": 4096, "global_batch": 32, "batch": 1,
     }),
+    ("dpo_before.sh", EARLIER_DPO, "OpenRLHF", {
+        "objective": "dpo", "seq": 8192, "global_batch": 256, "batch": 1, "recompute": "full", "compute": "bf16",
+    }),
+    ("rl_before.sh", EARLIER_RL, "OpenRLHF", {
+        "objective": "grpo,completion=512,score=yes,reference=yes", "seq": 1536, "global_batch": 128, "batch": 4,
+        "gpus": 16, "recompute": "full",
+    }),
     ("trl.yaml", TRL_GRPO, "TRL", {"objective": "grpo,completion=256,score=yes,reference=yes", "batch": 8}),
     ("trl.sh", TRL_DPO, "TRL", {"objective": "dpo,reference=no", "seq": 512, "batch": 8}),
     ("lf.yaml", LLAMAFACTORY, "LLaMA-Factory", {"objective": "reward"}),
@@ -227,3 +248,35 @@ def test_launch_files_say_their_objective(
     assert not found.not_understood
     length = {} if "seq" in found.taken else {"seq_len": 1024}
     assert estimate_flops(launch=path, **length).passes
+
+
+@pytest.mark.parametrize(
+    ("objective", "more", "names", "copies"),
+    [
+        ("dpo", {}, ["train", "reference"], 2),
+        ("dpo", {"lora": LORA}, ["train", "reference"], 1),
+        ("dpo,reference=no", {}, [], 1),
+        (REFERENCE, {}, ["train", "rollout", "reference"], 2),
+        ("reward", {}, [], 1),
+    ],
+)
+def test_predict_times_all_passes(objective: str, more: dict[str, Any], names: list[str], copies: int) -> None:
+    found = predict(CONFIG, batch_size=2, seq_len=11, device="h200", objective=objective, advise=False, **more)
+    said = [note for note in found.notes if note.startswith("passes of a step, each alone")]
+    assert len(said) == bool(names)
+    assert all(f" {name} " in said[0] for name in names)
+    plain = predict(CONFIG, batch_size=4, seq_len=11, device="h200", advise=False, **more)
+    assert found.memory is not None
+    assert plain.memory is not None
+    if objective != "reward":  # which has another head
+        base = 2 * sum(each.parameters for each in estimate_flops(CONFIG, seq_len=11).weights)
+        assert found.memory.weights == plain.memory.weights + (copies - 1) * base
+
+
+def test_log_probabilities_take_less_than_a_loss_on_labels() -> None:
+    config = {**CONFIG, "vocab_size": 50_000}
+    dpo = predict(config, batch_size=2, seq_len=512, device="h200", objective="dpo", advise=False).memory
+    plain = predict(config, batch_size=4, seq_len=512, device="h200", advise=False).memory
+    assert dpo is not None
+    assert plain is not None
+    assert (dpo.logits, plain.logits) == (2 * 2 * 4 * 512 * 50_000, 3 * 4 * 4 * 512 * 50_000)

@@ -22,6 +22,7 @@ import pytest
 
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli import main
+from flopcalc.core.estimate.published_conventions import load_quoted
 from flopcalc.web.build import MARK, POLICY, STATIC, build_site, describe_choices, make_page
 from flopcalc.web.compiled import compile_python
 from flopcalc.web.packages import Package, find_package, load_lock
@@ -298,6 +299,37 @@ def test_languages_have_the_same_words() -> None:
     assert used <= words["en"].keys()
 
 
+def test_chinese_has_words_for_what_python_says() -> None:
+    words = json.loads((Path(STATIC) / "strings" / "python" / "zh.json").read_text(encoding="utf-8"))
+    assert words["counts"].keys() == words["leaves_out"].keys() == load_quoted().conventions.keys()
+    for pattern, by in words["work"]:
+        groups = re.compile(pattern).groups
+        assert all(int(number) <= groups for number in re.findall(r"\$(\d)", by)), pattern
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        ("train, 1 × 4096 tokens", "训练，1 × 4096 个 token"),
+        ("decode, 8 × 1 new tokens after 4096 cached", "解码，8 × 1 个新 token（已缓存 4096 个）"),
+        ("train, 2 × 64 tokens (padded), 4 micro-batches", "训练，2 × 64 个 token（含填充），4 个微批"),
+        (
+            "train, 4 × 8192 tokens, 8 GPUs in 4 groups × 4 = 1,024 sequences a step, vision frozen, recompute full",
+            "训练，4 × 8192 个 token，8 块 GPU 分 4 组 × 4 = 每步 1,024 条序列，冻结 vision，全部重计算",
+        ),
+        (
+            "sample, 1 × 1024x1024, 512 text tokens, 28 sampling steps without guidance",
+            "采样，1 × 1024x1024，512 个文本 token，28 步采样，无引导",
+        ),
+    ],
+)
+def test_chinese_says_a_step(work: str, said: str) -> None:
+    words = json.loads((Path(STATIC) / "strings" / "python" / "zh.json").read_text(encoding="utf-8"))
+    for pattern, by in words["work"]:
+        work = re.sub(pattern, re.sub(r"\$(\d)", r"\\g<\1>", by), work)
+    assert work == said
+
+
 def test_server_sends_types_and_policy(site: Path) -> None:
     with make_server(str(site), 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -324,6 +356,7 @@ def test_server_sends_types_and_policy(site: Path) -> None:
 def test_the_documentation_knows_the_size_of_the_scripts() -> None:
     size = sum(path.stat().st_size for path in Path(STATIC).rglob("*") if path.is_file() and "vendor" not in path.parts)
     page = Path(__file__).parents[2] / "docs" / "web.md"
-    told = re.search(r"own scripts, styles and words \| (\d+) kB", page.read_text(encoding="utf-8"))
+    row = r"own scripts, styles, words and the picture of links \| (\d+) kB"
+    told = re.search(row, page.read_text(encoding="utf-8"))
     assert told is not None
     assert float(told.group(1)) == pytest.approx(size / 1000, rel=0.1)

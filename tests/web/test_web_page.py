@@ -144,7 +144,12 @@ def test_python_is_compiled_where_node_is(site: Path) -> None:
 def test_default_question(page: Watched) -> None:
     page.wait_for_total(89_406_346_100_736)
     page.page.locator("#status").filter(has_text="Ready").wait_for()
-    assert "weights 15.44 GiB in bf16" in page.page.locator("#headline").inner_text()
+    headline = page.page.locator("#headline").inner_text()
+    assert headline.index("89.41 TFLOPs") < headline.index("89,406,346,100,736")  # the number for people first
+    assert "weights 15.44 GiB in bf16" in headline
+    for field in ("model", "seq", "batch", "device", "gpus", "step_time"):  # on the first screen
+        box = page.page.locator(f"#f-{field}").bounding_box()
+        assert box["y"] + box["height"] < 900
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -234,7 +239,7 @@ def test_bad_config_has_the_command_lines_error(page: Watched, tmp_path: Path, m
         page.page.fill("#f-paste", text)
         page.page.click("#use-paste")
         expected = run_failing("estimate", "config.json", "--seq", "16")
-        expected = expected.replace("--model-type", "“Model type”")  # the page's own name, at its field
+        expected = re.sub("--model-type( TYPE)?", "“Model type”", expected)  # the page's own name, at its field
         page.page.locator("[role=alert]").filter(has_text=expected).wait_for()
         assert page.page.locator("[role=alert]").inner_text() == expected
 
@@ -368,8 +373,8 @@ def test_keyboard_and_languages(page: Watched) -> None:
 
 @pytest.mark.parametrize("width", [360, 768, 1920])
 def test_nothing_runs_over_the_edge(page: Watched, width: int) -> None:
-    for view in ("flops", "time", "conventions"):
-        page.open(VIEWS[view])
+    for view, state in {**VIEWS, "curves": f"{SMALL}&view=curves"}.items():
+        page.open(state)
         page.wait_for_view(view)
         page.page.set_viewport_size({"width": width, "height": 900})
         page.page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
@@ -491,7 +496,7 @@ def test_fields_take_what_the_command_line_takes(page: Watched) -> None:
     ("state", "field", "text"),
     [
         ("model=llama-3.2-1b&seq=abc", "seq", "“Sequence length”: 'abc' is not a whole number; write 4096 or 4k"),
-        ("model=llama-3.2-1b&seq=8&step_time=1", "device", "MFU needs a peak: name a “Device”"),
+        ("model=Qwen/Qwen3-8B&seq=abc", "seq", "“Sequence length”: 'abc' is not a whole number; write 4096 or 4k"),
         ("model=some/thing&seq=8", "model", "some/thing is no preset, so its config is not known here."),
     ],
 )
@@ -503,6 +508,30 @@ def test_an_error_stands_once_at_its_field(page: Watched, state: str, field: str
     assert page.page.locator("[data-total]").count() == 0
     page.page.locator("#headline button.link").click()
     assert page.page.evaluate("() => document.activeElement.id") == f"f-{field}"
+
+
+@pytest.mark.parametrize(
+    ("state", "field", "text"),
+    [
+        ("step_time=1", "device", "MFU needs a peak: name a “Device”, or give “Peak of one GPU (FLOP/s)”"),
+        (
+            "device=h100-sxm&step_time=abc",
+            "step_time",
+            "“Measured step time”: 'abc' is not a number; write 0.5 or 500ms",
+        ),
+    ],
+)
+def test_a_step_time_without_an_mfu_leaves_the_count(
+    page: Watched, capsys: Capture, state: str, field: str, text: str
+) -> None:
+    page.open(f"{SMALL}&{state}")
+    page.page.locator(f"#e-{field}").filter(has_text=text).wait_for()
+    assert page.page.locator(f"#e-{field}").inner_text() == text
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"])
+    assert page.page.locator("[role=alert]").count() == 1
+    page.page.locator("#headline button.link").filter(has_text="No MFU yet").click()
+    assert page.page.evaluate("() => document.activeElement.id") == f"f-{field}"
+    page.wait_for_view("flops")
 
 
 @pytest.mark.parametrize("blocked", ["WebAssembly", "workers"])
@@ -538,7 +567,7 @@ def test_fields_follow_the_model(page: Watched) -> None:
 
 def test_packed_lengths_take_the_place_of_the_length(page: Watched, capsys: Capture) -> None:
     page.open(SMALL)
-    page.wait_for_view("flops")
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"])
     page.page.locator("details[data-section=work] summary").click()
     page.page.fill("#f-lengths", "512,1024,512")
     page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --lengths 512,1024,512")["flops"]["total"])
@@ -546,7 +575,14 @@ def test_packed_lengths_take_the_place_of_the_length(page: Watched, capsys: Capt
 
 def test_picker_searches_by_family_and_size(page: Watched, capsys: Capture) -> None:
     page.open(SMALL)
-    page.wait_for_view("flops")
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"])
+    page.page.fill("#f-model", "mixtral 8x22b")
+    page.page.keyboard.press("Escape")  # the model stays
+    assert page.page.input_value("#f-model") == "llama-3.2-1b"
+    page.page.fill("#f-model", "sound")  # a kind
+    page.page.locator("#presets [role=option]").first.filter(has_text="sound").wait_for()
+    page.page.fill("#f-model", "qwen3 8b")
+    page.page.locator("#presets [role=option]").first.filter(has_text="qwen3-8b").wait_for()  # not one of 14.8b
     page.page.fill("#f-model", "mixtral 8x7b")
     page.page.locator("#presets [role=option]").filter(has_text="mixtral-8x7b").first.wait_for()
     page.page.keyboard.press("ArrowDown")
@@ -559,10 +595,19 @@ def test_curves_of_three_set_ups(page: Watched, capsys: Capture) -> None:
     panel = page.wait_for_view("curves")
     panel.locator("polyline.curve").nth(2).wait_for()
     assert panel.locator("tbody tr").count() == 10
-    page.page.select_option("#curve-over", "batch")
-    panel.locator("th", has_text="samples").first.wait_for()
+    for over, words in (("batch", "samples"), ("gpus", "GPUs")):
+        page.page.select_option("#curve-over", over)
+        panel.locator("th", has_text=words).first.wait_for()
     for at, name in enumerate(("llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b")):
         page.wait_for_total(run_line(capsys, f"flopcalc estimate {name} --seq 1024")["flops"]["total"], at)
+
+
+def test_a_curve_over_images(page: Watched, capsys: Capture) -> None:
+    page.open("model=qwen2-vl-7b&text=128&view=curves&over=images")
+    panel = page.wait_for_view("curves")
+    line = "flopcalc estimate qwen2-vl-7b --text 128 --image 1024x1024"
+    total = run_line(capsys, line)["flops"]["total"]
+    panel.locator(f"[title='{total:,}']").wait_for()
 
 
 def test_six_set_ups_with_their_shares(page: Watched) -> None:
@@ -583,6 +628,18 @@ def test_memory_says_what_fits_and_how_long(page: Watched) -> None:
     page.open(f"{SMALL}&device=v100-sxm2-16gb&view=memory")  # it has no bf16
     panel.filter(has_text="The longest sequence that fits").wait_for()
     panel.filter(has_text="executed FLOPs").wait_for()
+
+
+def test_memory_says_what_makes_a_step_fit(page: Watched) -> None:
+    page.open("model=qwen3-8b&seq=32k&view=memory")
+    panel = page.wait_for_view("memory")
+    panel.filter(has_text="Fits on 0 of").wait_for()
+    panel.locator(".devices").filter(has_text="With full gradient checkpointing on").locator("button").first.click()
+    page.page.wait_for_url("**/#*recompute=full*device=h200-sxm*")
+    panel.locator(".answer").filter(has_text="fits into the device's").wait_for()
+    page.open("model=llama-3.1-405b&seq=4k&view=memory")
+    panel.get_by_role("button", name="Plan it for several GPUs").click()
+    page.page.locator("#panel .missing #ask-device").wait_for()
 
 
 def test_csv_has_units_in_columns_of_their_own(page: Watched) -> None:
@@ -681,10 +738,21 @@ def test_chinese_has_chinese_marks(page: Watched) -> None:
     words = panel.inner_text()
     page.open(f"{SMALL}&lang=en")
     page.wait_for_view("flops")
-    assert "：前向" in headline
+    assert "训练，1 × 1024 个 token，4 块 GPU × 1 = 每步 4 条序列：前向" in headline
     assert "，反向" in headline
     assert "路数据并行，" in words or "微批大小" in words
     assert re.search(r"[\u4e00-\u9fff] ?[:,;(]", headline + words) is None
+
+
+def test_chinese_says_what_conventions_count(page: Watched) -> None:
+    page.open(f"{SMALL}&view=conventions&lang=zh")
+    panel = page.wait_for_view("conventions")
+    panel.filter(has_text="每个激活参数、每个 token 计 6 次").wait_for()
+    quoted = panel.locator("table.quoted").inner_text()
+    page.open(f"{SMALL}&lang=en")
+    page.wait_for_view("flops")
+    assert "without" not in quoted
+    assert "；不含" in quoted
 
 
 def test_print_keeps_the_number_in_one_line(page: Watched) -> None:
@@ -692,7 +760,10 @@ def test_print_keeps_the_number_in_one_line(page: Watched) -> None:
     page.wait_for_view("flops")
     page.page.emulate_media(media="print")
     exact = page.page.locator("#headline .exact").bounding_box()
-    hidden = [page.page.locator(each).is_hidden() for each in ("#inputs", "#views", ".exports", ".save", "#status")]
+    hidden = [
+        page.page.locator(each).is_hidden()
+        for each in ("#inputs", "#views", ".exports", ".save", "#status", "#headline .link")
+    ]
     page.page.emulate_media(media="screen")
     assert exact["height"] < 30
     assert all(hidden)

@@ -79,7 +79,7 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
 _OTHER_NAMES = {
     "num_hidden_layers": ("n_layers", "n_layer", "num_layers"),
     "num_attention_heads": ("n_heads", "n_head", "num_heads"),
-    "num_key_value_heads": ("n_kv_heads", "num_kv_heads", "n_head_kv"),
+    "num_key_value_heads": ("n_kv_heads", "n_kv_head", "num_kv_heads", "num_kv_head", "n_head_kv", "kv_heads"),
     "hidden_size": ("d_model", "n_embd", "dim"),
     "intermediate_size": ("d_ff", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "num_experts_per_tok": ("top_k", "moe_top_k", "num_experts_per_token"),
@@ -98,7 +98,7 @@ def _list_unread(model: BoundModel) -> list[str]:
     }
     typed = {
         key: near[0]
-        for key, value in ({} if "architectures" in config else config).items()  # a person wrote it
+        for key, value in config.items()
         if isinstance(value, int) and key not in read and not key.endswith("_token_id")
         and (near := find_nearest(key, read - config.keys(), 1, 0.9))
     }  # fmt: skip
@@ -155,7 +155,7 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
     quantization = formats.quantization
     notes: list[str] = []
     stored = estimator.source.stored
-    if stored and quantization is None and formats.weights is None:
+    if stored not in ("", formats.model) and quantization is None and formats.weights is None:
         notes.append(
             f"published weights are in {stored}, counted as {formats.model}: {spell('weights', stored)} counts them"
         )

@@ -247,7 +247,10 @@ def share_peak(ideal: Ideal, what: str, step_time_s: float, devices: int = 1) ->
         value = ideal.seconds / (step_time_s * devices)
     plain = flops / (step_time_s * ideal.bf16 * devices) if ideal.bf16 else None
     if value > 1:
-        wrong = f"{what} is {value:.3f}, above 1: the peak, the step time, the device count or the workload is wrong"
+        wrong = (
+            f"{what} is {value:.3f}, above 1: the peak, the step time, the device count or the workload is wrong"
+            + (", or other kernels ran than convention hardware counts" if what == "HFU" else "")
+        )
         note = wrong if note is None else f"{wrong}; {note}"
     return Utilization(value, rate, ideal.device, ideal.dtype, note, ideal.peaks, plain)
 

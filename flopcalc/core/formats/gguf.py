@@ -50,16 +50,18 @@ def _choose_types(name: str, mixes: dict[str, Any], model_type: str, stages: Seq
     linears = [op for op in ops if isinstance(op, Linear)]
     holds = {
         "eight": max(op.copies for op in linears) == 8,
+        "grouped": any(op.heads >= 4 * op.kv_heads for op in ops if isinstance(op, Attend)),
         "large": count == 80 and shares and model_type in mixes["large"],
     }
     most, *rows = mixes["rows"][name]
-    table = mixes["head"] if any(op.tied for op in linears) else most
+    head = most if most == "q8_0" else mixes["head"]
+    table = head if any(op.tied for op in linears) else most
     chosen = [
         (tensor, _pick_layers(where, count), stored)
         for tensor, where, stored, *needed in rows
         if all(holds[word] for word in needed)
     ]
-    return TensorTypes((("token_embd", (), table), ("output", (), mixes["head"]), *chosen, ("", (), most)))
+    return TensorTypes((("token_embd", (), table), ("output", (), head), *chosen, ("", (), most)))
 
 
 def _pick_layers(where: str, count: int) -> tuple[int, ...]:

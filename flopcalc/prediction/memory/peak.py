@@ -6,7 +6,7 @@ lies between them is linear), and the optimizer's step; without training, the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from flopcalc.base.units import format_bytes
 from flopcalc.base.vocabulary import CAST_FORMATS, Execution
 from flopcalc.base.vocabulary import Optimizer as OptimizerName
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.workload.sums import Logits
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.build_work import make_work
@@ -76,6 +77,12 @@ _STATES = {
 }
 
 
+def count_state_bytes(optimizer: OptimizerName, width: int) -> int:
+    """Bytes of gradient, states and master copy of a trainable parameter of `width` bytes."""
+    chosen = _STATES[optimizer]
+    return (chosen.gradient_bytes or width) + chosen.states * (chosen.state_bytes or width) + FLOAT * chosen.has_master
+
+
 class Memory(NamedTuple):
     """Bytes on one device: the most of each kind in a step, and what is there at once at the peak."""
 
@@ -91,13 +98,24 @@ class Memory(NamedTuple):
     moment: str  # loss, backward, optimizer, forward
     at_peak: dict[str, int]  # kind -> bytes; their sum is the peak
     notes: tuple[str, ...] = ()
+    per_parameter: Mapping[str, int] = {}  # bytes of each that trains, by kind; a scale of several numbers left out
 
     def fits(self, device: str | Device) -> bool:
         """Whether the peak fits into the device's memory."""
         return self.peak <= find_capacity(device)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "at_peak": dict(self.at_peak), "notes": list(self.notes)}
+        return {
+            **self._asdict(),
+            "at_peak": dict(self.at_peak),
+            "notes": list(self.notes),
+            "per_parameter": dict(self.per_parameter),
+        }
+
+    def describe_parameter(self) -> str:
+        """Bytes that a trained parameter takes, before ZeRO."""
+        parts = [f"{name} {size}" for name, size in self.per_parameter.items()]
+        return f"{sum(self.per_parameter.values())} bytes per trained parameter ({', '.join(parts)})"
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.at_peak.items() if size)
@@ -144,6 +162,13 @@ class Tensors(NamedTuple):
     head: int = 0  # bytes of the head's weight, which has such a gradient too, while its backward pass runs
     stream: int = 0  # bytes of the tensor that the head reads
 
+    @property
+    def state_bytes(self) -> int:
+        """Of a parameter: the optimizer's states, and the float32 copy of a narrower one."""
+        return self.optimizer.states * (self.optimizer.state_bytes or self.trained_bytes) + (
+            FLOAT if self.optimizer.has_master and self.trained_bytes < FLOAT else 0
+        )
+
     def __hash__(self) -> int:  # a few numbers suffice: one is looked up for every layout of a plan
         return hash((self.outside, self.loss, self.inputs))
 
@@ -158,6 +183,7 @@ def predict_memory(
     execution: Execution = "eager",
     shards: Shards = Shards(),  # noqa: B008
     is_adding: bool = False,
+    is_scored: bool = False,
 ) -> Memory:
     """Bytes of one step; the recipe (what trains, what is recomputed) is the estimator's.
 
@@ -169,7 +195,9 @@ def predict_memory(
         estimator, width, _ = _match_dtype(estimator, dtype, execution)
         how: Execution = "fused" if execution == "fused" else "eager"
         return _infer(Serving(estimator, load, width, attention, how), shards)
-    tensors = list_tensors(estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution)
+    tensors = list_tensors(
+        estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution, is_scored=is_scored
+    )
     return count_memory(tensors, shards, is_adding=is_adding)
 
 
@@ -183,8 +211,11 @@ def list_tensors(
     execution: Execution = "eager",
     is_light: bool = False,
     expert_imbalance: float = 1.0,
+    is_scored: bool = False,
 ) -> Tensors:
     """What one training step holds; `is_light`: results of norms and activation functions are made again.
+
+    `is_scored`: log probabilities and their gradient in the place of a loss on labels, row by row, as TRL has them.
 
     `expert_imbalance`: how many times the mean number of rows experts get, in fused kernels.
     """
@@ -224,6 +255,11 @@ def list_tensors(
         is_float = outside >= numbers * FLOAT or outside < numbers * step.bytes
         logits = numbers * (step.bytes + FLOAT if is_both else FLOAT if is_float else step.bytes)
         outside, loss = max(0, outside - logits), logits + numbers * FLOAT if is_both else 3 * logits
+        if is_scored:  # the recorded loss reads every position
+            outside, loss = (
+                max(0, outside + logits - logits * load.tokens // Logits().count(load, "full")),
+                2 * numbers * (FLOAT if estimator.formats.autocast else step.bytes),
+            )
     return Tensors(
         tuple(parts),
         outside,
@@ -422,6 +458,7 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
         moment=moment,
         at_peak={kind: there.get(kind, 0) for kind in _KINDS},
         notes=tuple(note for note in tensors.notes if not stays or note != _FREED),
+        per_parameter={"weight": tensors.trained_bytes, "gradient": each, "states": tensors.state_bytes},
     )
 
 
@@ -433,9 +470,7 @@ def count_peak(tensors: Tensors, cut: Cut, shards: Shards, *, is_adding: bool = 
 def _count_states(tensors: Tensors, cut: Cut, shards: Shards) -> int:
     """Bytes of the optimizer's states and of the float32 copy of narrower parameters."""
     optimizer, by = tensors.optimizer, shards.divide(1)
-    narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
-    state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
-    states = divide_held(cut.trained, by, state_bytes)
+    states = divide_held(cut.trained, by, tensors.state_bytes)
     if optimizer.block:
         scales = SplitBytes(*(-(-number // optimizer.block) for number in cut.trained))
         states += divide_held(scales, by, optimizer.states * FLOAT)

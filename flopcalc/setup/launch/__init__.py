@@ -37,6 +37,7 @@ FRAMEWORKS = (
     "training_arguments",
 )
 _SCRIPT_LIMIT = 500_000
+_NO_LIMIT = f",max_position_embeddings={1 << 24}"  # of configs that are made: no limit, so it says nothing
 # Keys whose value may be a JSON file of DeepSpeed.
 _DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "deepspeed_config.deepspeed_config_file")
 _FOLDER = os.path.dirname(__file__)
@@ -168,7 +169,8 @@ class LaunchOptions(NamedTuple):
             for path, name in zip(self.report["files"], self.report["frameworks"], strict=True)
         )
         taken = "; ".join(
-            f"{each['option']} {write_value(each['value'])} from {each['key']}" for each in self.report["taken"]
+            f"{each['option']} {write_value(each['value'])} from {each['key']}".replace(_NO_LIMIT, "")
+            for each in self.report["taken"]
         )
         notes = [f"taken from {files}: {taken or 'nothing'}"]
         if self.report["overridden"]:

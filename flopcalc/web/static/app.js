@@ -5,8 +5,8 @@ import { Dropped, Engine } from "./engine.js";
 import { copy, savePng, saveSvg, saveText, tablesToCsv } from "./exports.js";
 import { fetchHub, listDropped, readFiles } from "./files.js";
 import { Form } from "./form.js";
-import { choose, LANGUAGES, list, load, says, t, translatePage } from "./i18n.js";
-import { add, bytes, count, exact, flops, percent, short } from "./numbers.js";
+import { choose, LANGUAGES, list, load, says, sayWork, t, translatePage } from "./i18n.js";
+import { add, bytes, count as shorten, exact, flops, percent, short } from "./numbers.js";
 import { LETTERS, makeState, read, VIEWS, write } from "./state.js";
 import * as conventions from "./views/conventions.js";
 import * as curves from "./views/curves.js";
@@ -78,8 +78,11 @@ function say(text, isError = false) {
   status.classList.toggle("error", isError);
 }
 
-// What went wrong, in the page's words.
-const describe = (error = null) => (failure ? t("status.failed", { reason: failure }) : error?.message ?? "");
+// What went wrong, in the page's words. Why Python did not start is said once: in the headline, or here where that has a number.
+function describe(error = null) {
+  if (!failure) return error?.message ?? "";
+  return counted.some(Boolean) || state.view === "serving" ? t("status.failed", { reason: failure }) : t("status.stopped");
+}
 
 function onStatus(kind, reason) {
   if (kind === "failed") {
@@ -112,6 +115,7 @@ async function switchLanguage(language) {
   localStorageSet("lang", language);
   await load(language);
   buildPage();
+  if (document.documentElement.dataset.live && !find("status").classList.contains("error")) say(t("status.ready"));
   render();
   saveAddress();
 }
@@ -143,12 +147,14 @@ function moveTab(event, name) {
 function listeners() {
   find("language").addEventListener("change", (event) => switchLanguage(event.target.value));
   find("theme").addEventListener("click", switchTheme);
+  find("views").addEventListener("pointerover", () => slow.start(), { once: true }); // a view is about to be opened
   find("form").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("hashchange", async () => {
     if (!data) return; // the page still starts, and reads the address then
     const found = await read(location.hash.slice(1), data.default.setup, data.form);
     if (!found || (await write(found)) === (await write(state))) return;
     const language = state.lang;
+    form.leave();
     state = { ...found, active: 0 };
     counted = [];
     shown = [];
@@ -273,10 +279,22 @@ async function refresh() {
   await Promise.all([askCounts(mine), askView(mine), askExplanation(mine)]);
 }
 
+// What was measured in a step and gives its MFU: the count does not depend on it.
+const MEASURED = ["step_time", "tokens_per_second", "peak"];
+
+// A step time without a device, or one that is no number, is said at its field; the count stands all the same.
+async function count(setup, at) {
+  const answer = await quick.ask(`count-${at}`, { what: "flops", setup });
+  if (!answer.error || !MEASURED.some((name) => setup[name])) return answer;
+  const rest = Object.fromEntries(Object.entries(setup).filter(([name]) => !MEASURED.includes(name)));
+  const counted = await quick.ask(`count-${at}`, { what: "flops", setup: rest });
+  return counted.error ? answer : { ...counted, problem: answer.error };
+}
+
 async function askCounts(mine) {
   await Promise.all(state.setups.map(async (setup, at) => {
     try {
-      const answer = await quick.ask(`count-${at}`, { what: "flops", setup });
+      const answer = await count(setup, at);
       if (at >= state.setups.length) return; // it was removed meanwhile
       // A slider moves on while Python counts: what arrives is shown all the same, it is the newest there is.
       counted[at] = { ...answer, of: JSON.stringify(setup) };
@@ -335,12 +353,22 @@ async function askView(mine) {
     slow.cancel(); // its layouts are for an older question, or for a view that is closed
   }
   find("panel").setAttribute("aria-busy", "true");
+  if (!shown.length && !place.isLong) renderPanel(); // nothing of the view that was left
   try {
+    const partial = [];
+    const showPart = (at, found) => { // what is known already, where the rest of a view takes longer
+      partial[at] = found;
+      if (!place.isGradual || mine !== round || state.setups.some((_, each) => !partial[each])) return;
+      shown = partial;
+      shownIn = view;
+      renderPanel();
+    };
     const answers = await Promise.all(state.setups.map(async (setup, at) => {
       const found = {};
       for (const what of place.questions(setup, state)) {
         const progress = what === "plan" ? (done, whole) => mine === round && renderProgress(done, whole) : null;
         found[what] = await engine.ask(`${what}-${at}`, { what, setup, ...place.details?.(state) }, progress);
+        showPart(at, found);
       }
       for (const [key, what, own] of place.listMore?.(found, setup) ?? []) found[key] = await engine.ask(`${key}-${at}`, { what, setup: own });
       return found;
@@ -430,7 +458,7 @@ function renderHeadline() {
     const answer = counted[at];
     const name = `${isOne ? "" : `${LETTERS[at]}: `}${answer?.estimate?.model.name ?? setup.model ?? ""}`;
     return h("article", { class: "card" }, h("h2", {}, name),
-      failure && !answer ? h("p", { class: "error", role: "alert" }, describe())
+      failure && !answer ? h("p", { class: "error", role: "alert" }, t("status.failed", { reason: failure }))
         : !answer ? h("p", {}, t("status.waiting"))
           : answer.error ? showProblem(answer.error, setup, at) : showCount(answer, at));
   });
@@ -439,39 +467,40 @@ function renderHeadline() {
 }
 
 // The number for people first, the exact one beside it; then MFU, or what it takes to see one.
-function showCount({ estimate, work: words }, at) {
+function showCount({ estimate, work, problem }, at) {
   const { workload, parameters, formats, mfu, hfu } = estimate;
   const total = estimate.flops.total;
   const first = counted[0]?.estimate;
   const facts = [
-    parameters.total === parameters.trainable ? t("headline.trainable", { total: count(parameters.total) })
-      : t("headline.parameters", { total: count(parameters.total), trainable: count(parameters.trainable) }),
+    parameters.total === parameters.trainable ? t("headline.trainable", { total: shorten(parameters.total) })
+      : t("headline.parameters", { total: shorten(parameters.total), trainable: shorten(parameters.trainable) }),
     t("headline.weights", { size: bytes(add(...formats.weights.flatMap((each) => [each.bytes, each.scale_bytes]))), format: formats.weights.map((each) => each.format).join(" + ") }),
     t("headline.convention", { name: estimate.convention }),
     workload.visual_tokens ? t("headline.images", { images: exact(workload.images), tokens: exact(workload.visual_tokens), patches: exact(workload.patches) }) : "",
   ];
   const share = (name, value) => [h("strong", { class: "share", [`data-${name.toLowerCase()}`]: "" }, `${name} ${percent(value.value)}`), " "];
-  const passes = ["forward", "backward", "recompute"].filter((name) => name !== "recompute" || estimate.flops.recompute);
+  const passes = ["forward", "backward", "recompute"].filter((name) => name === "forward" || estimate.flops[name]);
   return [
     h("p", { class: "answer" }, h("strong", { class: "figure" }, flops(total)), " ",
       h("span", { class: "exact" }, "= ", h("span", { "data-total": "" }, exact(total)), " FLOPs"),
-      at && first ? h("span", { class: "minor exact" }, ` ${t("headline.ratio", { ratio: (Number(total) / Number(first.flops.total)).toFixed(3) })}`) : null),
+      at && first ? [" ", h("span", { class: "minor exact" }, t("headline.ratio", { ratio: (Number(total) / Number(first.flops.total)).toFixed(3) }))] : null),
     h("p", { title: list(...passes.map((name) => `${t(`column.${name}`)} ${exact(estimate.flops[name])}`)) },
-      says(words, list(...passes.map((name) => `${t(`column.${name}`)} ${flops(estimate.flops[name])}`)))),
-    h("p", {}, mfu ? [share("MFU", mfu), share("HFU", hfu), h("span", { class: "minor" }, t("headline.peak", { peak: short(mfu.peak_flops_per_s, "FLOP/s"), device: mfu.device ?? "" }))]
+      says(sayWork(work), list(...passes.map((name) => `${t(`column.${name}`)} ${flops(estimate.flops[name])}`)))),
+    problem ? showProblem(problem, state.setups[at], at, "headline.noMfu") : h("p", {}, mfu ? [share("MFU", mfu), share("HFU", hfu), h("span", { class: "minor" }, t("headline.peak", { peak: short(mfu.peak_flops_per_s, "FLOP/s"), device: mfu.device ?? "" }))]
       : h("button", { type: "button", class: "link", onclick: () => form.open(state.setups[at].device ? "step_time" : "device") }, t("headline.mfu"))),
     h("p", { class: "minor", title: `${t("column.parameters")} ${exact(parameters.total)}` }, facts.filter(Boolean).join(" · ")),
   ];
 }
 
 // An error stands once: at its field where it names one of the form's, else here.
-function showProblem(error, setup, at) {
-  const isHub = !setup.files && /^[\w.-]+\/[\w.-]+$/.test(setup.model ?? "");
-  const field = isHub ? "model" : form.findField(error);
+function showProblem(error, setup, at, words = "headline.problem") {
+  const named = form.findField(error);
+  const isHub = !named && !setup.files && /^[\w.-]+\/[\w.-]+$/.test(setup.model ?? "");
+  const field = isHub ? "model" : named;
   if (!field || at !== state.active) return h("p", { class: "error", role: "alert" }, form.reword(error));
   form.showError(field, isHub ? t("model.unknown", { id: setup.model }) : form.reword(error),
     isHub ? h("button", { type: "button", id: "fetch-model", onclick: () => takeHub(setup.model) }, t("model.fetchFrom", { host: new URL(data.hub).host })) : null);
-  return h("p", {}, h("button", { type: "button", class: "link", onclick: () => form.open(field) }, t("headline.problem", { field: form.label(field) })));
+  return h("p", {}, h("button", { type: "button", class: "link", onclick: () => form.open(field) }, t(words, { field: form.label(field) })));
 }
 
 function renderProgress(done, whole) {
@@ -501,7 +530,7 @@ function renderPanel() {
       refresh();
     }));
     panel.replaceChildren(...(place.controls?.(controlContext()) ?? []),
-      missing.length ? h("section", { class: "missing" }, h("p", {}, t("missing", { view: t(`view.${state.view}`), fields: missing.map((name) => form.label(name)).join(", ") })), h("div", { class: "fields" }, wanted))
+      missing.length ? h("section", { class: "missing" }, h("p", {}, t("missing", { view: t(`view.${state.view}`), fields: list(...missing.map((name) => form.label(name))) })), h("div", { class: "fields" }, wanted))
         : h("p", { class: "minor" }, failure ? t("status.none") : t("status.waiting")));
     return;
   }
@@ -510,7 +539,7 @@ function renderPanel() {
   const most = Math.max(1, Math.min(place.isJoint ? 1 : many, Math.floor((panel.clientWidth + 24) / (COLUMN_WIDTH + 24))));
   const across = Math.ceil(many / Math.ceil(many / most)); // rows of about equal length
   const width = Math.max(300, Math.round((panel.clientWidth - 24 * (across - 1)) / across));
-  const context = { state, width, onZoom: zoom, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), onField: setField, onOpenField: (name) => form.open(name), reword: (text) => form.reword(text), notes: (rows) => notes(rows?.map((each) => form.reword(each)), t("notes", { count: rows?.length })) };
+  const context = { state, width, onZoom: zoom, onView: openView, onOpen: openBox, explained, counted, names: state.setups.map((_, at) => nameSetup(at)), onField: setField, nameDevice: (id) => data.devices.find((each) => each.id === id)?.name ?? id, onOpenField: (name) => form.open(name), reword: (text) => form.reword(text), notes: (rows) => notes(rows?.map((each) => form.reword(each)), t("notes", { count: rows?.length })) };
   const good = answers.filter((answer) => !problem(answer));
   const rendered = good.length ? place.render(good, { ...context, letters: answers.flatMap((answer, at) => (problem(answer) ? [] : [LETTERS[at]])) }) : [];
   const focused = document.activeElement?.dataset?.path;
@@ -604,7 +633,7 @@ function makeLines(answer) {
 function describePicture(at) {
   const whole = PLACES[state.view].isJoint ? state.setups.map((_, each) => nameSetup(each)).join(" | ") : counted[at]?.estimate?.model.name ?? "";
   const answer = counted[at];
-  return [says(t(`view.${state.view}`), whole), answer?.estimate ? `${says(answer.work, flops(answer.estimate.flops.total))} (flopcalc ${data.version})` : `flopcalc ${data.version}`];
+  return [says(t(`view.${state.view}`), whole), answer?.estimate ? `${says(sayWork(answer.work), flops(answer.estimate.flops.total))} (flopcalc ${data.version})` : `flopcalc ${data.version}`];
 }
 
 // What the command line would print; other views carry their own.

@@ -9,7 +9,7 @@ const FIRST = ["seq", "batch", "image", "device", "gpus", "step_time", "phase", 
 const COMMANDS = { flops: [], curves: ["predict"], memory: ["predict"], time: ["predict"], roofline: ["predict"], plan: ["plan"], serving: ["serving"], conventions: ["translate"] };
 export const KNOWN_DEVICES = ["h200-sxm", "h100-sxm", "b200-sxm", "a100-sxm-80gb", "mi300x", "l40s", "rtx-4090"]; // that many have
 const SUGGESTED = { device: KNOWN_DEVICES, gpus: ["8", "64", "512"], tokens: ["100B", "1T", "15T"], input_len: ["1k", "8k"], output_len: ["256", "1k"] };
-const OPTION = /--([a-z][a-z-]*)/g;
+const OPTION = /--([a-z][a-z-]*)(?: (?:N|[A-Z_]{4,})\b)?/g; // with the word for its value, which a field has not
 
 export class Form {
   constructor(root, data, { onChange, onModel, onFiles, onHub, onLaunch }) {
@@ -39,6 +39,7 @@ export class Form {
 
   makePicker({ onModel }) {
     const picker = new Picker(this.data.presets, onModel);
+    this.picker = picker;
     this.fields.set("model", { write: (value) => picker.write(value ?? "") });
     return h("div", { class: "model field", "data-field": "model" },
       h("label", { for: "f-model" }, t("field.model")), picker.element,
@@ -96,6 +97,12 @@ export class Form {
     place.hidden = false;
     for (let each = place.closest("details"); each; each = each.parentElement.closest("details")) each.open = true;
     return place;
+  }
+
+  // Nothing is typed any more: another address decides.
+  leave() {
+    this.picker.stop();
+    if (this.root.contains(document.activeElement)) document.activeElement.blur();
   }
 
   // Show a field and put the cursor into it.

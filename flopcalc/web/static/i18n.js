@@ -3,6 +3,7 @@
 export const LANGUAGES = { en: "English", zh: "中文" };
 let words = {};
 let fallback = {};
+let python = {}; // what Python writes in English, in the page's language
 
 async function read(language) {
   const response = await fetch(new URL(`./strings/${language}.json`, import.meta.url));
@@ -19,6 +20,7 @@ export function choose(wanted) {
 export async function load(language) {
   if (!Object.keys(fallback).length) fallback = await read("en");
   words = language === "en" ? fallback : await read(language);
+  python = language === "en" ? {} : await read(`python/${language}`);
   document.documentElement.lang = language === "zh" ? "zh-Hans" : language;
 }
 
@@ -29,6 +31,12 @@ export function t(key, values = {}) {
 
 // A word that may have no translation, such as a module's kind: itself then.
 export const word = (key, plain) => words[key] ?? fallback[key] ?? plain;
+
+// A step in words, as Python writes it: "train, 1 × 4096 tokens".
+export const sayWork = (text) => (python.work ?? []).reduce((said, [pattern, by]) => said.replace(new RegExp(pattern, "g"), by), text);
+
+// What a convention counts, or leaves out.
+export const sayCounts = (what, name, plain) => python[what]?.[name] ?? plain;
 
 // "name: text" and "one, two" with the language's own marks.
 export const says = (name, text) => t("mark.says", { name, text });

@@ -9,6 +9,7 @@ export class Picker {
   constructor(presets, onPick) {
     this.presets = presets.map((preset) => ({ ...preset, text: describe(preset).join(" ").toLowerCase() }));
     this.onPick = onPick;
+    this.value = ""; // the model that is chosen
     this.at = -1; // the row that the arrow keys reached
     this.waiting = 0;
     this.list = h("ul", { id: "presets", role: "listbox", "aria-label": t("field.model"), hidden: true });
@@ -22,13 +23,16 @@ export class Picker {
   }
 
   write(value) {
+    this.value = value;
     if (document.activeElement !== this.input || this.input.value.trim() === "") this.input.value = value;
   }
 
   // Rows that hold every word of the text.
   show(text) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    const miss = ({ name }) => words.filter((each) => !name.includes(each)).length; // "8b" is in "14.8b", which is a size
     this.found = this.presets.filter((preset) => words.every((each) => preset.text.includes(each)));
+    if (words.length) this.found.sort((one, other) => miss(one) - miss(other) || one.name.length - other.name.length);
     this.at = -1;
     this.list.replaceChildren(...this.found.slice(0, MOST).map((preset, at) => {
       const [name, size, family, kind] = describe(preset);
@@ -71,8 +75,16 @@ export class Picker {
       event.preventDefault();
       this.take(this.at >= 0 ? this.found[this.at].name : this.input.value.trim());
     } else if (event.key === "Escape") {
-      this.open(false);
+      this.stop();
+      this.input.value = this.value;
     }
+  }
+
+  // What is typed is not taken.
+  stop() {
+    clearTimeout(this.waiting);
+    this.waiting = 0;
+    this.open(false);
   }
 
   leave() {
@@ -84,10 +96,8 @@ export class Picker {
   }
 
   take(name) {
-    clearTimeout(this.waiting);
-    this.waiting = 0;
+    this.stop();
     this.input.value = name;
-    this.open(false);
     this.onPick(name);
   }
 }

@@ -14,7 +14,7 @@ from flopcalc.base.errors import RecipeError
 # Bits a weight of Llama 3.1 8B, from llama.cpp's tools/quantize/README.md at b21e4de.
 BITS = {
     "q3_k_s": 3.6429, "q3_k_m": 3.9960, "q3_k_l": 4.2979, "q4_k_s": 4.6672, "q4_k_m": 4.8944, "q5_k_s": 5.5704,
-    "q5_k_m": 5.7036,
+    "q5_k_m": 5.7036, "q2_k.gguf": 3.1593, "q6_k.gguf": 6.5633, "q8_0.gguf": 8.5008,
 }  # fmt: skip
 
 

@@ -308,7 +308,7 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("org/name", "download=True fetches it"),
         ("x" * 5000, "no preset, file or folder"),
         ("XLM-RoBERTa-base", "Models of type xlm-roberta are counted from their config.json"),
-        ("t5-small", "Models of type t5 are counted"),
+        ("t5-11b", "Models of type t5 are counted"),
         ("qwen3-9b", "Did you mean qwen3"),
         ("\udc80", "no preset, file or folder"),
     ],

@@ -1,6 +1,6 @@
 // The same step under our three conventions and under those that people quote.
 import { h, table } from "../dom.js";
-import { t, word } from "../i18n.js";
+import { sayCounts, t, word } from "../i18n.js";
 import { exact, percent, share } from "../numbers.js";
 
 export const channel = "conventions";
@@ -26,14 +26,14 @@ export function render(answers, { notes, reword, onOpenField }) {
   ]);
 }
 
-const source = (row) => [row.counts, row.leaves_out ? `; ${t("conventions.without", { what: row.leaves_out })} ` : " ",
+const source = (row, name) => [sayCounts("counts", name, row.counts), row.leaves_out ? t("conventions.without", { what: sayCounts("leaves_out", name, row.leaves_out) }) : "", " ",
   row.url?.startsWith("https:") ? h("a", { href: row.url, rel: "noreferrer" }, t("conventions.source")) : null];
 
 function showQuoted(conventions, onOpenField) {
   return [
     table(t("conventions.quoted"), [t("column.convention"), t("column.flops"), t("column.ratio"), t("column.counts")],
       conventions.quoted.map((row) => [row.name, row.flops === null ? h("span", { title: row.reason }, "–") : exact(row.flops),
-        row.flops === null ? "–" : share(row.flops, conventions.totals.model), source(row)]),
+        row.flops === null ? "–" : share(row.flops, conventions.totals.model), source(row, row.name)]),
       { className: "quoted", texts: [3] }),
     h("p", {}, h("button", { type: "button", class: "link", onclick: () => onOpenField("mfu") }, t("conventions.quote"))),
   ];
@@ -42,7 +42,7 @@ function showQuoted(conventions, onOpenField) {
 // The MFU that we would quote, beside the one that was.
 function sayTranslation({ rows, quoted_convention: name }) {
   const [own, quoted] = ["model", name].map((each) => rows.find((row) => row.quoted_convention === each));
-  return h("p", { class: "answer" }, h("strong", { class: "figure" }, `MFU ${percent(own.mfu)}`), " ", t("conventions.answer"), quoted ? ` ${t("conventions.from", { name, mfu: percent(quoted.mfu) })}` : "");
+  return h("p", { class: "answer" }, h("strong", { class: "figure" }, `MFU ${percent(own.mfu)}`), " ", t("conventions.answer"), quoted ? t("conventions.from", { name, mfu: percent(quoted.mfu) }) : "");
 }
 
 function showTranslation({ translation }) {
@@ -51,6 +51,6 @@ function showTranslation({ translation }) {
       [t("column.convention"), t("column.flops"), "TFLOP/s", "MFU", t("column.difference"), t("column.counts")],
       translation.rows.map((row) => [`${row.quoted_convention}${row.fits ? " ✓" : ""}`, exact(row.flops), row.tflops_per_gpu.toFixed(1),
         percent(row.mfu), row.difference === null ? "–" : `${(100 * row.difference).toFixed(2)} %`,
-        source(row)]), { className: "quoted", texts: [5] }),
+        source(row, row.quoted_convention)]), { className: "quoted", texts: [5] }),
   ];
 }

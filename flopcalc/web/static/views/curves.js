@@ -59,6 +59,6 @@ export function render(answers, { width, state, names, letters }) {
       lines: lines.map((points, at) => ({ points, className: `curve s${at} l${at}` })) }),
     legend(named.map((name, at) => ({ name, colour: `l${at}` }))),
     table(t(`curve.of.${of}`), [t(`curve.x.${over}`), ...columns((at) => named[at], (at) => `${letters[at]} ÷ ${letters[0]}`)],
-      values.map((value) => [exact(value), ...columns((at) => cell(at, value), (at) => ratio(at, value))])),
+      values.map((value) => [exact(value), ...columns((at) => cell(at, value), (at) => ratio(at, value))]), { className: answers.length > 3 ? "many" : "" }),
   ];
 }

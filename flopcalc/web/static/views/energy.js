@@ -6,7 +6,7 @@ import { metric } from "../numbers.js";
 export function listEnergy(energy, span) {
   if (!energy) return [];
   const show = (name, values, unit) =>
-    values && fact(name, `${metric(values.mid, unit)} ${t("time.interval", { low: metric(values.low, unit), high: metric(values.high, unit) })}`);
+    values && fact(name, `${metric(values.mid, unit)}${t("time.interval", { low: metric(values.low, unit), high: metric(values.high, unit) })}`);
   return [
     show(t("energy.power"), energy.power_w, "W"), show(t(`energy.${span}`), energy.wh, "Wh"),
     show(t("energy.tokens"), energy.wh_per_million_tokens, "Wh"), show(t("energy.co2"), energy.co2_g, "g"),

@@ -17,10 +17,11 @@ export function compare(answers, { names }) {
     const row = estimate.components.find((each) => each.name === name);
     return row ? [flops(add(row.forward, row.backward)), share(add(row.forward, row.backward), estimate.flops.total)] : ["–", "–"];
   };
+  const isNarrow = names.length > 3; // columns
   return [table(t("flops.compared"), [t("column.component"), ...names.flatMap((name) => [name, t("column.share")])], [
     ...parts.map((name) => [word(`component.${name}`, name), ...answers.flatMap((answer) => of(answer, name))]),
-    [t("column.total"), ...answers.flatMap(({ estimate }) => [flops(estimate.flops.total), `${(Number(estimate.flops.total) / Number(answers[0].estimate.flops.total)).toFixed(3)} × ${names[0][0]}`])],
-  ], { className: "summed" })];
+    [t("column.total"), ...answers.flatMap(({ estimate }) => [flops(estimate.flops.total), `${(Number(estimate.flops.total) / Number(answers[0].estimate.flops.total)).toFixed(3)} ×${isNarrow ? "" : ` ${names[0][0]}`}`])],
+  ], { className: isNarrow ? "summed many" : "summed" })];
 }
 
 function show(answer, { state, width, onZoom, onOpen, explained, notes }) {

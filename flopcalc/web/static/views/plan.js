@@ -32,11 +32,11 @@ export function render(answers, { width, notes, reword }) {
       legend([{ name: t("plan.front"), colour: "c3" }, { name: t("plan.others"), colour: "faint" }]),
       table(t("plan.layouts"), [t("plan.layout"), t("plan.step"), t("plan.low"), t("plan.high"), "MFU", "HFU", t("plan.memory"), t("plan.days"), t("plan.hours"), t("plan.energy"), t("plan.cost")],
         plan.best.map((row) => [h("span", { title: describeLayout(row.layout) }, row.name), seconds(row.step_time_s.mid), seconds(row.step_time_s.low), seconds(row.step_time_s.high), percent(row.mfu), percent(row.hfu), bytes(row.memory_bytes.total),
-          duration(row.days.mid), amount(row.gpu_hours.mid), row.energy_kwh === null ? "–" : metric(row.energy_kwh * 1000, "Wh"), row.usd === null ? "–" : money(row.usd.mid)])),
+          duration(row.days.mid), amount(row.gpu_hours.mid), row.energy_kwh === null ? "–" : metric(row.energy_kwh * 1000, "Wh"), row.usd === null ? "–" : money(row.usd.mid)]), { className: width < 900 ? "many" : "" }),
       h("details", {}, h("summary", {}, t("plan.frontTable", { count: front.length })), table(t("plan.frontTable", { count: front.length }), [t("plan.layout"), t("plan.step"), t("plan.memory")],
         front.map((point) => [point.layout, seconds(point.step_time_s), bytes(point.memory_bytes)]))),
       table(t("plan.losers"), [t("plan.reason"), t("plan.count"), t("plan.nearest"), t("plan.why")],
-        plan.losers.map((row) => [word(`reason.${row.reason}`, row.reason), exact(row.layouts), row.nearest.name, row.why]), { texts: [2, 3] }),
+        plan.losers.map((row) => [word(`reason.${row.reason}`, row.reason), exact(row.layouts), row.nearest.name, row.why]), { texts: [2, 3], className: "stacked" }),
       h("p", { class: "help" }, t("plan.searched", { divide: exact(plan.layouts.divide), fit: exact(plan.layouts.fit) })),
       notes(plan.notes),
     ];

@@ -10,7 +10,7 @@ export const questions = () => ["roofline"];
 
 const COLOURS = { forward: "c0", dgrad: "c1", wgrad: "c2", backward: "c3" };
 
-export function render(answers, { width, notes }) {
+export function render(answers, { width, notes, nameDevice }) {
   return answers.map(({ roofline: answer }) => {
     const { roofline } = answer;
     const calls = roofline.calls.map((call) => ({ ...call, rate: call.flops / call.seconds, all: call.seconds * call.calls }));
@@ -31,9 +31,9 @@ export function render(answers, { width, notes }) {
     const bound = total((call) => (call.flops_per_byte < roofline.ridge_flops_per_byte ? call.all : 0)) / total((call) => call.all);
     return [
       h("p", { class: "answer" }, h("strong", { class: "figure" }, percent(total((call) => call.flops * call.calls) / total((call) => call.all) / roofline.peak_flops_per_s)), " ",
-        t("roofline.answer", { peak, device: roofline.device, dtype: roofline.dtype, bound: percent(bound) })),
+        t("roofline.answer", { peak, device: nameDevice(roofline.device), dtype: roofline.dtype, bound: percent(bound) })),
       drawScatter({ width, height: Math.max(300, Math.min(480, width * 0.6)), x, y, points: rows.map(point), lines: [{ points: roof, className: "roof", label: peak }],
-        label: t("roofline.picture", { device: roofline.device, peak, ridge: roofline.ridge_flops_per_byte.toFixed(0) }) }),
+        label: t("roofline.picture", { device: nameDevice(roofline.device), peak, ridge: roofline.ridge_flops_per_byte.toFixed(0) }) }),
       legend([...new Set(calls.map((call) => call.direction))].map((name) => ({ name: t(`direction.${name}`), colour: COLOURS[name] }))),
       h("p", { class: "help" }, t("roofline.help", { ridge: roofline.ridge_flops_per_byte.toFixed(0) })),
       table(t("roofline.calls"), [t("column.module"), t("column.direction"), t("column.time"), t("column.ofpeak"), "FLOP/s", "FLOP/B", "×", t("column.shape")],
