@@ -505,12 +505,15 @@ def bind_pipeline(
         raise ConfigError(f"{source.where}: its {pipeline.denoiser} is no denoiser that flopcalc describes")
     parts = []
     for name, kind in _list_parts(pipeline):
-        config = source.config.get(name)
-        if isinstance(config, Mapping):
-            if kind == _DENOISER:
-                config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
-            config = {**config, **pipeline.list_passed(name)}
-            parts.append(PipelinePart(name, kind, make(_bind_part(source, own.get(name, name), kind, config), True)))
+        found = source.config.get(name)
+        several = enumerate(found) if isinstance(found, list) else ()
+        for part, config in [(f"{name}.nets.{number}", each) for number, each in several] or [(name, found)]:
+            if isinstance(config, Mapping):
+                if kind == _DENOISER:
+                    config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
+                config = {**config, **pipeline.list_passed(name)}
+                bound = _bind_part(source, own.get(name, part), kind, config)
+                parts.append(PipelinePart(part, kind, make(bound, True)))
     if "later" in pipeline.tables:
         later = bind_model(source.replace(config={**inner, **pipeline.list_passed(key="later")}))
         parts.append(PipelinePart(pipeline.denoiser, _DENOISER, make(_perturb(later, ()), True)))

@@ -209,7 +209,9 @@ class PipelineNames:
         guided: bool = False,
     ) -> None:
         self._config, self._defaults = config, defaults
-        self._sizes = {"text": text, "frames": frames, "strength": strength, "guided": guided}
+        nets = config.get("controlnet")
+        several = len(nets) if isinstance(nets, list) else 1
+        self._sizes = {"text": text, "frames": frames, "strength": strength, "guided": guided, "nets": several}
 
     def with_text(self, text: int, frames: int = 1, strength: Number = 1, guided: bool = False) -> PipelineNames:
         return PipelineNames(self._config, self._defaults, text, frames, strength, guided)
@@ -311,6 +313,9 @@ def read_folder(index: Mapping[str, Any], folder: str, read: Any) -> dict[str, A
         if is_inside and isinstance(entry[1], str) and os.path.isfile(path):
             own = read(path)
             config[part] = {**own, "_class_name": name_class({**own, "_class_name": entry[1]})}
+            if "MultiControlNet" in entry[1]:  # the others have folders beside it
+                others = (os.path.join(folder, f"{part}_{number}", "config.json") for number in range(1, 20))
+                config[part] = [own, *map(read, filter(os.path.isfile, others))]
         path = os.path.join(folder, part, "scheduler_config.json")
         if part == SCHEDULER and is_inside:
             config[part] = {"_class_name": entry[1], **(read(path) if os.path.isfile(path) else {})}

@@ -108,11 +108,13 @@ def _read_pipeline(pipeline: Any, parts: Mapping[str, object]) -> Source:
     return Source(classes[0], config, f"config of {classes[0]}", reference="live model", module=module)
 
 
-def _read_parts(parts: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+def _read_parts(parts: Mapping[Any, object]) -> dict[str, Any]:
     """The configs of a live pipeline's models, each with its class and the format that its parameters are in."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, part in parts.items():
         config = getattr(part, "config", None)
+        if nets := getattr(part, "nets", ()):  # several ControlNets
+            found[name] = [*_read_parts(dict(enumerate(nets))).values()]
         if name == SCHEDULER and isinstance(config, Mapping):
             found[name] = {"_class_name": type(part).__name__, **config}
         if config is None or not hasattr(part, "named_parameters"):
