@@ -21,7 +21,7 @@ from PIL import Image
 from test_more_pipeline_runs import CASES as MORE
 from test_newer_pipeline_runs import CASES as NEWER
 from test_pipeline_runs import CASES as FIRST
-from test_pipeline_runs import STEPS, TEXT, Case
+from test_pipeline_runs import EULER, PLAIN, STEPS, TEXT, TWO, Case
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BatchFeature
 
@@ -37,6 +37,7 @@ class Tokenizer:
 
     def __init__(self, length: int = TEXT) -> None:
         self.length = length
+        self.tokenizer = self  # as a processor has it
 
     def __call__(self, prompt: Any, padding: Any = None, max_length: int = 0, **options: Any) -> Any:
         length = max_length if padding == "max_length" else self.length
@@ -103,6 +104,7 @@ def qwen3(hidden: int, name: str = "Qwen3Model", layers: int = 2) -> torch.nn.Mo
 
 _KLEIN = {"text_encoder": qwen3(5, "Qwen3ForCausalLM", 3)}
 _OUT = {"text_encoder_out_layers": (1, 2)}
+_LONG = {"max_sequence_length": 512}
 _EDIT = {"without": "text_encoder", "images": "image"}
 _EMBEDS = {f"{side}prompt_embeds": torch.randn(1, TEXT, 10) for side in ("", "negative_")}
 _MASKS = {f"{side}prompt_embeds_mask": torch.ones(1, TEXT).long() for side in ("", "negative_")}
@@ -125,7 +127,18 @@ class ImageProcessor:
         return BatchFeature({"pixel_values": torch.zeros(1, 3, 224, 224)})
 
 
+_FLUX3 = Case("", "Flux3Transformer2DModel", {}, "AutoencoderKLFlux2", {}, EULER)
+_CONDITIONER = {
+    "source_dim": 10, "target_dim": 10, "model_dim": 16, "num_layers": 2, "num_attention_heads": 2,
+    "target_vocab_size": 30, "min_sequence_length": 20,
+}  # fmt: skip
 RUNS = {
+    "AnimaModularPipeline": Run(
+        Case(
+            "", "CosmosTransformer3DModel", {**TWO, "max_size": [8, 32, 32]}, "AutoencoderKLQwenImage", PLAIN, EULER
+        ),
+        {"text_encoder": qwen3(10), "text_conditioner": build("AnimaTextConditioner", _CONDITIONER).eval()},
+    ),
     "FluxModularPipeline": _FLUX,
     "FluxKontextModularPipeline": Run(
         FIRST["flux"], _FLUX.encoders, images="image", guided=False, asked={"references": 1}, size=(1024, 1024), steps=1
@@ -133,6 +146,10 @@ RUNS = {
     "Flux2ModularPipeline": Run(FIRST["flux2"], _KLEIN, _OUT, {"references": 0}, guided=False),
     "Flux2KleinModularPipeline": Run(FIRST["flux2, klein"], _KLEIN, _OUT, guided=False),
     "Flux2KleinBaseModularPipeline": Run(FIRST["flux2, klein"], _KLEIN, _OUT),
+    "Flux3ModularPipeline": Run(_FLUX3, _KLEIN, {**_OUT, **_LONG}, without="prompt_upsampler"),
+    "Flux3DistilledModularPipeline": Run(
+        _FLUX3, _KLEIN, {**_OUT, **_LONG}, without="prompt_upsampler", guided=False, config={"flow_map": True}
+    ),
     "StableDiffusion3ModularPipeline": Run(FIRST["sd3"], {**_PAIR, "text_encoder_3": t5()}),
     "StableDiffusionXLModularPipeline": Run(
         FIRST["sdxl"],
@@ -150,7 +167,7 @@ RUNS = {
     "QwenImageEditPlusModularPipeline": Run(
         FIRST["qwen-image"], {}, {**_EMBEDS, **_MASKS}, {"references": 1}, size=(1024, 1024), steps=1, **_EDIT
     ),
-    "ZImageModularPipeline": Run(FIRST["z-image"], {"text_encoder": qwen3(10)}, {"max_sequence_length": 512}),
+    "ZImageModularPipeline": Run(FIRST["z-image"], {"text_encoder": qwen3(10)}, _LONG),
     "Krea2ModularPipeline": Run(FIRST["krea2"], {}, FIRST["krea2"].more, without="text_encoder"),
     "Krea2TurboModularPipeline": Run(FIRST["krea2"], {}, FIRST["krea2"].more, without="text_encoder", guided=False),
     "Ideogram4ModularPipeline": Run(
@@ -178,7 +195,7 @@ RUNS = {
     "WanImage2VideoModularPipeline": Run(
         FIRST["wan"],
         {**_WAN.encoders, "image_encoder": _SEEN},
-        {"max_sequence_length": 512},
+        _LONG,
         {"text": 512},
         config={**_IMAGED, "image_dim": 8, "added_kv_proj_dim": 24},
         images="image",
@@ -220,7 +237,7 @@ def build_pipeline(name: str, guided: bool) -> tuple[Any, torch.nn.ModuleDict]:
         **run.encoders,
         **{key: build(run.like.denoiser, config).eval() for key, config in run.parts.items()},
     }
-    others: dict[str, Any] = {name: Tokenizer(run.tokens) for name in expected if name.startswith("tokenizer")}
+    others: dict[str, Any] = {name: Tokenizer(run.tokens) for name in expected if "tokenizer" in name}
     others["scheduler"] = getattr(diffusers, run.like.scheduler)(**run.like.options)
     if "guider" in expected:
         others["guider"] = diffusers.ClassifierFreeGuidance(guidance_scale=4.0 if guided else 1.0)
