@@ -21,7 +21,7 @@ from PIL import Image
 from test_more_pipeline_runs import CASES as MORE
 from test_newer_pipeline_runs import CASES as NEWER
 from test_pipeline_runs import CASES as FIRST
-from test_pipeline_runs import EULER, PLAIN, STEPS, TEXT, TWO, Case
+from test_pipeline_runs import EULER, FLOW, PLAIN, STEPS, TEXT, TWO, Case
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BatchFeature
 
@@ -33,7 +33,7 @@ class Tokenizer:
     """Ids of any prompt, padded to a length where one is asked for."""
 
     model_max_length = 77
-    bos_token_id = 1
+    bos_token_id = eos_token_id = 1
 
     def __init__(self, length: int = TEXT) -> None:
         self.length = length
@@ -43,10 +43,13 @@ class Tokenizer:
         length = max_length if padding == "max_length" else self.length
         ids = torch.ones(1 if isinstance(prompt, str) else len(prompt), length).long()
         if not options.get("return_tensors"):
-            return {"input_ids": ids[0].tolist()}
+            return BatchFeature({"input_ids": ids[0].tolist()})
         mask = ids.clone()
         mask[:, self.length :] = 0
         return BatchFeature({"input_ids": ids, "attention_mask": mask})
+
+    def convert_tokens_to_ids(self, _token: str) -> int:
+        return 1
 
     def tokenize(self, _prompt: str) -> list[str]:
         return []
@@ -84,8 +87,10 @@ class Run:
         asked: dict[str, Any] | None = None, *, images: str = "", without: str = "", guided: bool = True,
         config: dict[str, Any] | None = None, parts: dict[str, Any] | None = None, tokens: int = TEXT,
         size: tuple[int, int] | None = None, steps: int = STEPS, others: dict[str, Any] | None = None,
+        settings: dict[str, Any] | None = None, scheduler: tuple[str, dict[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         self.tokens, self.size, self.steps, self.others = tokens, size or like.size, steps, others or {}
+        self.settings, self.scheduler = settings or {}, scheduler or (like.scheduler, like.options)
         self.like, self.encoders, self.call, self.asked = like, encoders, call or {}, asked or {}
         self.images, self.without, self.guided = images.split(), without.split(), guided
         self.config, self.parts = {**like.config, **(config or {})}, parts or {}
@@ -128,16 +133,28 @@ class ImageProcessor:
 
 
 _FLUX3 = Case("", "Flux3Transformer2DModel", {}, "AutoencoderKLFlux2", {}, EULER)
+_COSMOS = Case(
+    "", "Cosmos3OmniTransformer", {"latent_channel": 2, "patch_latent_dim": 8}, "AutoencoderKLWan", PLAIN,
+    "UniPCMultistepScheduler", FLOW, frames=9,
+)  # fmt: skip
+_SAFE = {"enable_safety_checker": False}
 _CONDITIONER = {
     "source_dim": 10, "target_dim": 10, "model_dim": 16, "num_layers": 2, "num_attention_heads": 2,
     "target_vocab_size": 30, "min_sequence_length": 20,
 }  # fmt: skip
 RUNS = {
     "AnimaModularPipeline": Run(
-        Case(
-            "", "CosmosTransformer3DModel", {**TWO, "max_size": [8, 32, 32]}, "AutoencoderKLQwenImage", PLAIN, EULER
-        ),
+        Case("", "CosmosTransformer3DModel", {**TWO, "max_size": [8, 32, 32]}, "AutoencoderKLQwenImage", PLAIN, EULER),
         {"text_encoder": qwen3(10), "text_conditioner": build("AnimaTextConditioner", _CONDITIONER).eval()},
+    ),
+    "Cosmos3OmniModularPipeline": Run(_COSMOS, {}, tokens=TEXT - 2, settings=_SAFE),
+    "Cosmos3DistilledModularPipeline": Run(
+        _COSMOS,
+        {},
+        tokens=TEXT - 2,
+        settings={**_SAFE, "distilled_sigmas": [0.9, 0.6, 0.3]},
+        guided=False,
+        scheduler=(EULER, {}),
     ),
     "FluxModularPipeline": _FLUX,
     "FluxKontextModularPipeline": Run(
@@ -238,10 +255,10 @@ def build_pipeline(name: str, guided: bool) -> tuple[Any, torch.nn.ModuleDict]:
         **{key: build(run.like.denoiser, config).eval() for key, config in run.parts.items()},
     }
     others: dict[str, Any] = {name: Tokenizer(run.tokens) for name in expected if "tokenizer" in name}
-    others["scheduler"] = getattr(diffusers, run.like.scheduler)(**run.like.options)
+    others["scheduler"] = getattr(diffusers, run.scheduler[0])(**run.scheduler[1])
     if "guider" in expected:
         others["guider"] = diffusers.ClassifierFreeGuidance(guidance_scale=4.0 if guided else 1.0)
-    pipeline.update_components(**{**others, **run.others, **watched})
+    pipeline.update_components(**{**others, **run.others, **watched, **run.settings})
     pipeline.set_progress_bar_config(disable=True)
     return pipeline, torch.nn.ModuleDict(watched)
 
@@ -257,6 +274,8 @@ def test_a_run_of_default_blocks_is_counted_exactly(name: str, guided: bool, mon
     call = {"prompt": "words", "width": width, "height": height, "max_sequence_length": TEXT, **run.call}
     call |= {key: Image.new("RGB", run.size) for key in run.images}
     call |= {"num_frames": run.like.frames} if run.like.frames else {}
+    if run.guided and not hasattr(pipeline, "guider"):
+        call["guidance_scale"] = 4.0 if guided else 1.0
     taken = {each.name for each in pipeline.blocks.inputs}
 
     def sample() -> None:
