@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from copy import copy
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,7 @@ class Case:
         self.asked, self.sized, self.steps, self.two, self.small = asked or {}, sized, steps, "", ""
         self.beside: dict[str, Any] = {}  # a ControlNet's config
         self.length, self.set = "num_frames", {}  # what its call names the frames; what its pipeline holds
+        self.module = ""  # where its class is, if diffusers itself has a stand-in for it
 
     def change(self, name: str, **changes: Any) -> Case:
         """A sibling: the same with another pipeline's class, and what its call takes in addition."""
@@ -675,7 +677,7 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
     import transformers
 
     denoiser, vae = (build(*each).eval() for each in ((case.denoiser, case.config), (case.vae, case.vae_config)))
-    kind = getattr(diffusers, case.name)
+    kind = getattr(import_module(f"diffusers.pipelines.{case.module}") if case.module else diffusers, case.name)
     names = inspect.signature(kind.__init__).parameters
     parts: dict[str, Any] = {
         next(key for key in ("unet", "transformer", "prior", "decoder") if key in names): denoiser,
