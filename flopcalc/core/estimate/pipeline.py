@@ -487,7 +487,9 @@ def _perturb(model: BoundModel, modules: Sequence[str]) -> BoundModel:
         paths = ((f"{stage.path}.{number}" if stage.repeated else stage.path, chain) for number, chain in layers)
         return stage.replace(layers=tuple(map_ops(chain, partial(change, path)) for path, chain in paths))
 
-    return replace(model, stages=tuple(put(stage) for stage in model.stages))
+    # A live denoiser itself says what trains; nothing does here.
+    source = model.source.replace(module=None)
+    return replace(model, source=source, stages=tuple(put(stage) for stage in model.stages))
 
 
 def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:
