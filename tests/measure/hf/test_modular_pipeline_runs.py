@@ -143,7 +143,7 @@ _SAFE = {"enable_safety_checker": False}
 class Audio(Sound):
     """The same with a config as models have it."""
 
-    config = FrozenDict(vars(Sound.config))
+    config, latents_mean, latents_std = FrozenDict(vars(Sound.config)), torch.zeros(10), torch.ones(10)
 
 
 _LTX2_GUIDER = diffusers.LTX2Guidance(
@@ -222,6 +222,10 @@ RUNS = {
     "LTX2ModularPipeline": Run(
         MORE["ltx-2"], {"text_encoder": qwen3(10)},
         others={"connectors": Connectors(), "audio_vae": Audio(), "vocoder": Audio(), "guider": _LTX2_GUIDER},
+    ),
+    "EchoModularPipeline": Run(
+        MORE["ltx-2, image"], {"text_encoder": qwen3(10)},
+        others={"connectors": Connectors(), "audio_vae": Audio(), "vocoder": Audio()}, guided=False, steps=8,
     ),
     "WanModularPipeline": _WAN,
     "WanImage2VideoModularPipeline": Run(
