@@ -195,6 +195,10 @@ RUNS = {
     "QwenImageEditPlusModularPipeline": Run(
         FIRST["qwen-image"], {}, {**_EMBEDS, **_MASKS}, {"references": 1}, size=(1024, 1024), steps=1, **_EDIT
     ),
+    "QwenImageLayeredModularPipeline": Run(
+        FIRST["qwen-image"], {"text_encoder": qwen3(10)}, tokens=34 + TEXT, size=(640, 640), steps=1, images="image",
+        config={"use_additional_t_cond": True, "use_layer3d_rope": True},
+    ),
     "ZImageModularPipeline": Run(FIRST["z-image"], {"text_encoder": qwen3(10)}, _LONG),
     "Krea2ModularPipeline": Run(FIRST["krea2"], {}, FIRST["krea2"].more, without="text_encoder"),
     "Krea2TurboModularPipeline": Run(FIRST["krea2"], {}, FIRST["krea2"].more, without="text_encoder", guided=False),
