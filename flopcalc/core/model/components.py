@@ -18,7 +18,7 @@ _KEYS = {
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
     "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts", "section", "sections",
-    "leading", "beside_text", "blocks",
+    "leading", "beside_text", "stages", "prompts", "notes", "last", "parts", "pipeline", "sized", "blocks",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -27,7 +27,7 @@ _WARM = 4  # steps of PNDM's warm-up
 # Schedulers of the second order: two calls a step, but the last (diffusers 0.42.1, `order` of each class).
 _TWICE = (
     "DPMSolverSDEScheduler", "FlowMatchHeunDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler", "KarrasVeScheduler",
 )  # fmt: skip
 _TIMES = 1000  # timesteps in training
 _SHIFT = 3.0  # Wan's flow_shift: huggingface/diffusers, scripts/convert_wan_to_diffusers.py
@@ -89,12 +89,16 @@ class Pipeline(Value):
         """Parts of a pipeline that nothing describes, in words."""
         known = {self.denoiser, self.second, self.vae, SCHEDULER, *(name for name, _ in self.encoders)}
         known |= {*self.image_encoders, *self.beside, *self.tables.get("merged", ())}
+        known |= {name for stage in self.tables.get("stages", ()) for name in stage["parts"].values()}
         return [
-            f"{name} is not counted: there is no {part}"
-            if isinstance(part, str)
-            else f"{name} ({part.get('_class_name')}) is not counted"
-            for name, part in config.items()
-            if isinstance(part, str if name in known else Mapping)
+            *self.tables.get("notes", ()),
+            *(
+                f"{name} is not counted: there is no {part}"
+                if isinstance(part, str)
+                else f"{name} ({part.get('_class_name')}) is not counted"
+                for name, part in config.items()
+                if isinstance(part, str if name in known else Mapping)
+            ),
         ]
 
     @property
@@ -298,8 +302,8 @@ def count_calls(scheduler: object, steps: int) -> tuple[int, int]:
     return (2 * steps - 1, 2) if name in _TWICE else (steps, 1)
 
 
-def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
-    """The pipeline that a config names; one whose class is not described is an error."""
+def read_pipeline(config: Mapping[str, object], where: str, changes: Mapping[str, Any] | None = None) -> Pipeline:
+    """The pipeline that a config names, with keys of its description changed; a class without one is an error."""
     name = str(config["_class_name"])
     known = list_pipelines()
     if name not in known:
@@ -307,7 +311,7 @@ def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
             f"{where}: pipeline {format_value(name)} is not described.{format_nearest(name, known)} Give the folder of "
             f"its denoiser, as transformer/ or unet/. `flopcalc models --coverage diffusers` lists pipelines"
         )
-    path, tables = known[name]
+    path, tables = known[name][0], {**known[name][1], **(changes or {})}
     check_keys(tables, _KEYS, path)
     values = PipelineNames(config, tables.get("defaults", {}))
     try:

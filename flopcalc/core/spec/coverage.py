@@ -26,6 +26,7 @@ class AutoMapping(NamedTuple):
     name: str
     auto_class: str
     entries: tuple[CoveredType, ...]
+    apart: int = 0  # entries that make no images or videos by themselves: audio, blocks of other models
 
     @property
     def supported(self) -> int:
@@ -48,20 +49,17 @@ def load_coverage(name: str = "coverage") -> Coverage:
     tables = load_toml(os.path.join(find_data_dir(), f"{name}.toml"))
     reasons: dict[str, str] = tables.get("reasons", {})
     described = list_pipelines() if PIPELINES in tables["mappings"] else {}
-    mappings = tuple(
-        AutoMapping(
-            name,
-            mapping["auto_class"],
-            tuple(
-                _find(model_type, architecture, reasons.get(model_type))
-                if name != PIPELINES
-                else _find_pipeline(model_type, architecture, reasons.get(model_type), described)
-                for model_type, architecture in mapping["types"].items()
-            ),
+    mappings = []
+    for name, mapping in tables["mappings"].items():
+        entries = tuple(
+            _find(model_type, architecture, reasons.get(model_type))
+            if name != PIPELINES
+            else _find_pipeline(model_type, architecture, reasons.get(model_type), described)
+            for model_type, architecture in mapping["types"].items()
         )
-        for name, mapping in tables["mappings"].items()
-    )
-    return Coverage(tables["release"], mappings)
+        apart = sum(entry.spec is None and entry.reason in tables.get("apart", ()) for entry in entries)
+        mappings.append(AutoMapping(name, mapping["auto_class"], entries, apart))
+    return Coverage(tables["release"], tuple(mappings))
 
 
 def _find(model_type: str, architecture: str, reason: str | None) -> CoveredType:

@@ -42,6 +42,9 @@ class Tokenizer:
 
     model_max_length = 77
 
+    def tokenize(self, _prompt: str) -> list[str]:
+        return []
+
     def __call__(self, prompt: Any, **options: Any) -> Any:
         many = 1 if isinstance(prompt, str) else len(prompt)
         ids = torch.ones(many, options.get("max_length", 5)).long()
@@ -281,11 +284,15 @@ class ImageProcessor:
 class Embedder(torch.nn.Module):
     """Hands on a text's embeddings."""
 
-    device, dtype = torch.device("cpu"), torch.float32
+    config, device, dtype = SimpleNamespace(), torch.device("cpu"), torch.float32
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.width = width
 
     def forward(self, input_ids: Any, **_options: Any) -> Any:
-        given = torch.randn(*input_ids.shape, 10)
-        return BatchFeature({"last_hidden_state": given, "text_embeds": torch.randn(len(input_ids), 10)})
+        given = torch.randn(*input_ids.shape, self.width)
+        return BatchFeature({"last_hidden_state": given, "text_embeds": torch.randn(len(input_ids), self.width)})
 
 
 class Pair(Embedder):
