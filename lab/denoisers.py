@@ -14,7 +14,7 @@ from flopcalc.core.spec.spec import find_spec
 
 Json = dict[str, Any]
 LENT = ("in_channels", "cap_feat_dim", "axes_dims", "axes_lens")  # what a ControlNet takes from its transformer
-_NOT_GIVEN = ("model_type", "expand_timesteps", "one_face")  # what no class takes
+_NOT_GIVEN = ("reads_mask", "model_type", "expand_timesteps", "one_face")  # what no class takes
 # A mask is a choice there.
 _UNMASKED = (
     "ControlNetModel", "ControlNetUnionModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
@@ -159,6 +159,16 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         ),
         **({"timestep": s.noise("b", 1, "t", 1, 1)} if s["expand_timesteps"] else {}),
     },
+    "CosmosControlNetModel": lambda s: {
+        "latents": s.noise("b", s["latent_channels"] - 2, "t", "h", "w"),
+        "controls_latents": s.noise("b", 4, "t", "h", "w"),
+        "condition_mask": s.noise("b", 1, "t", "h", "w"),
+        "padding_mask": s.noise(1, 1, 16, 16),
+        "encoder_hidden_states": s.noise(
+            "b", "n", "crossattn_proj_in_channels" if s["use_crossattn_projection"] else "text_embed_dim"
+        ),
+        **({"timestep": s.noise("b", 1, "t", 1, 1)} if s["expand_timesteps"] else {}),
+    },
     "AnyFlowTransformer3DModel": lambda s: {"timestep": s.noise("b", "t"), "r_timestep": s.noise("b", "t")},
     "HiDreamImageTransformer2DModel": lambda s: {
         "timesteps": s.noise("b"),
@@ -268,15 +278,17 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
 
 def _stand_in_for_torchvision() -> None:
     """What Cosmos calls of torchvision, where it is not installed: a mask is resized."""
+    from diffusers.models.controlnets import controlnet_cosmos
     from diffusers.models.transformers import transformer_cosmos
 
     def resize(image: torch.Tensor, size: list[int], **_kwargs: object) -> torch.Tensor:
         return torch.nn.functional.interpolate(image, size)
 
-    if not hasattr(transformer_cosmos, "transforms"):
-        modes = SimpleNamespace(NEAREST=None)
-        stand_in = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
-        setattr(transformer_cosmos, "transforms", stand_in)  # noqa: B010
+    modes = SimpleNamespace(NEAREST=None)
+    stand_in = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
+    for module in (transformer_cosmos, controlnet_cosmos):
+        if not hasattr(module, "transforms"):
+            setattr(module, "transforms", stand_in)  # noqa: B010
 
 
 def _load_adapter(unet: Any, wide: Any) -> None:

@@ -18,6 +18,7 @@ from diffusion import (
     LATER_VAES,
     MORE,
     MORE_VAES,
+    OTHER_VAES,
     TINY,
     TINY_TEXT,
     TINY_VAES,
@@ -190,6 +191,18 @@ def test_autoencoders_of_networks_written_as_data_are_equal(
     name: str, side: str, size: tuple[int, int, int, int]
 ) -> None:
     assert find_vae_differences(name, LATER_VAES[name], side, size) == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "side", "size"),
+    mark_heavy(
+        [(case, *call) for case in OTHER_VAES for call in OTHER_VAES[case][2]], [("KVAE", "decode", (2, 1, 2, 3))]
+    ),
+)
+def test_autoencoders_at_sizes_of_their_own_are_equal(case: str, side: str, size: tuple[int, int, int, int]) -> None:
+    name, config, _ = OTHER_VAES[case]
+    device = "meta" if case.endswith("without data") else "cpu"
+    assert find_vae_differences(name, config, side, size, device) == {}
 
 
 @pytest.mark.parametrize("name", mark_heavy(TINY_TEXT, ["CLIPTextModelWithProjection"]))
