@@ -248,13 +248,13 @@ class PipelineEstimator(Estimator):
 
     def _describe_parts(self, samples: bool, width: int, height: int) -> tuple[str, ...]:
         """What should be known of the pipeline's parts, and of sizes that it changes by itself."""
+        notes = list(self.uncounted)
         pipeline = self.pipeline
-        notes = [*(pipeline.describe_blocks() if pipeline is not None else []), *self.uncounted]
         if pipeline is not None and "references" in pipeline.tables:
             notes.append("given images are counted at the size of the output")
         if pipeline is None or not samples:
             return tuple(notes)
-        if any(part.kind == _DENOISER for part in self.parts):
+        if any(part.kind == _DENOISER for part in self.parts) and "first" not in pipeline.tables:
             notes.append(pipeline.describe_split())
         if pipeline.is_binned and (width, height) != (own := (pipeline.size("width"), pipeline.size("height"))):
             notes.append(

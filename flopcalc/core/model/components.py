@@ -18,7 +18,7 @@ _KEYS = {
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
     "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts", "section", "sections",
-    "leading", "beside_text", "stages", "prompts", "notes", "last", "parts", "pipeline", "sized", "blocks",
+    "leading", "beside_text", "stages", "prompts", "notes", "last", "parts", "pipeline", "sized", "blocks", "first",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
@@ -90,7 +90,14 @@ class Pipeline(Value):
         known = {self.denoiser, self.second, self.vae, SCHEDULER, *(name for name, _ in self.encoders)}
         known |= {*self.image_encoders, *self.beside, *self.tables.get("merged", ())}
         known |= {name for stage in self.tables.get("stages", ()) for name in stage["parts"].values()}
+        own, named = self.tables.get("blocks"), config.get("_blocks_class_name")
+        other = "" if named in (None, own) else f", not with {named}, which its index names"
         return [
+            *(
+                [f"counted with {own}, the default blocks of {self.name}{other}; other blocks change the run"]
+                if own
+                else []
+            ),
             *self.tables.get("notes", ()),
             *(
                 f"{name} is not counted: there is no {part}"
@@ -122,14 +129,6 @@ class Pipeline(Value):
         found = self.tables.get("strength")
         return None if found is None else float(found)
 
-    def describe_blocks(self) -> list[str]:
-        """That a modular pipeline is counted with its default blocks, in words; nothing of another pipeline."""
-        own, named = self.tables.get("blocks"), self.values.find("_blocks_class_name")
-        if own is None:
-            return []
-        other = "" if named in (None, own) else f", not with {named}, which its index names"
-        return [f"counted with {own}, the default blocks of {self.name}{other}; other blocks change the run"]
-
     def count_runs(self, steps: int, strength: float | None) -> int:
         """How often the denoiser is called in so many sampling steps, as the scheduler's list of timesteps says."""
         calls, order = count_calls(self.values.find(SCHEDULER), steps)
@@ -155,6 +154,8 @@ class Pipeline(Value):
 
         Steps are spaced as UniPCMultistepScheduler's for flow matching are (diffusers 0.42.1).
         """
+        if "first" in self.tables:
+            return min(int(self.tables["first"]), runs)
         boundary = self.values.find("boundary_ratio")
         if boundary is None or not isinstance(self.values.find(self.second), Mapping):
             return runs

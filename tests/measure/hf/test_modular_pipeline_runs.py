@@ -140,6 +140,8 @@ _COSMOS = Case(
     "UniPCMultistepScheduler", FLOW, frames=9,
 )  # fmt: skip
 _SAFE = {"enable_safety_checker": False}
+
+
 class Audio(Sound):
     """The same with a config as models have it."""
 
@@ -149,6 +151,10 @@ class Audio(Sound):
 _LTX2_GUIDER = diffusers.LTX2Guidance(
     guidance_scale=3.0, stg_scale=1.0, modality_scale=3.0, spatio_temporal_guidance_blocks=[28]
 )
+_QWEN21_CALL = {
+    **_EMBEDS, **_MASKS,
+    **{f"{side}image_pad_mask": torch.zeros(1, TEXT).bool() for side in ("", "negative_")},
+}  # fmt: skip
 _CONDITIONER = {
     "source_dim": 10, "target_dim": 10, "model_dim": 16, "num_layers": 2, "num_attention_heads": 2,
     "target_vocab_size": 30, "min_sequence_length": 20,
@@ -196,8 +202,17 @@ RUNS = {
         FIRST["qwen-image"], {}, {**_EMBEDS, **_MASKS}, {"references": 1}, size=(1024, 1024), steps=1, **_EDIT
     ),
     "QwenImageLayeredModularPipeline": Run(
-        FIRST["qwen-image"], {"text_encoder": qwen3(10)}, tokens=34 + TEXT, size=(640, 640), steps=1, images="image",
+        FIRST["qwen-image"],
+        {"text_encoder": qwen3(10)},
+        tokens=34 + TEXT,
+        size=(640, 640),
+        steps=1,
+        images="image",
         config={"use_additional_t_cond": True, "use_layer3d_rope": True},
+    ),
+    "QwenImage21ModularPipeline": Run(NEWER["qwen-image 2.1"], {}, _QWEN21_CALL, without="text_encoder"),
+    "QwenImage21TurboModularPipeline": Run(
+        NEWER["qwen-image 2.1"], {}, _QWEN21_CALL, without="text_encoder", guided=False
     ),
     "ZImageModularPipeline": Run(FIRST["z-image"], {"text_encoder": qwen3(10)}, _LONG),
     "Krea2ModularPipeline": Run(FIRST["krea2"], {}, FIRST["krea2"].more, without="text_encoder"),
@@ -224,12 +239,16 @@ RUNS = {
     ),
     "LTXModularPipeline": Run(FIRST["ltx-video"], {"text_encoder": t5()}),
     "LTX2ModularPipeline": Run(
-        MORE["ltx-2"], {"text_encoder": qwen3(10)},
+        MORE["ltx-2"],
+        {"text_encoder": qwen3(10)},
         others={"connectors": Connectors(), "audio_vae": Audio(), "vocoder": Audio(), "guider": _LTX2_GUIDER},
     ),
     "EchoModularPipeline": Run(
-        MORE["ltx-2, image"], {"text_encoder": qwen3(10)},
-        others={"connectors": Connectors(), "audio_vae": Audio(), "vocoder": Audio()}, guided=False, steps=8,
+        MORE["ltx-2, image"],
+        {"text_encoder": qwen3(10)},
+        others={"connectors": Connectors(), "audio_vae": Audio(), "vocoder": Audio()},
+        guided=False,
+        steps=8,
     ),
     "WanModularPipeline": _WAN,
     "WanImage2VideoModularPipeline": Run(
