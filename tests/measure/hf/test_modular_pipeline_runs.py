@@ -28,6 +28,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BatchFeature
 
 from flopcalc import estimate_flops
+from flopcalc.core.estimate.counted import CountedEstimator
+from flopcalc.core.model.bound import bind_model
+from flopcalc.core.model.config import load_config
+from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.counters.flop_counter import count_flops
 
 
@@ -361,3 +365,19 @@ def test_a_saved_pipeline_is_counted_as_the_live_one(name: str, tmp_path: Path) 
     live, saved = (estimate_flops(source, **asked) for source in (pipeline, tmp_path))
     assert saved.total == live.total
     assert {part.name for part in saved.pipeline.parts} == {part.name for part in live.pipeline.parts}
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_self_attention": False, "use_layer_norm": True}])
+def test_animas_conditioner_is_equal_row_by_row(changes: dict[str, Any]) -> None:
+    config = {**_CONDITIONER, **changes}
+    model = build("AnimaTextConditioner", config).eval()
+
+    def step() -> None:
+        with torch.no_grad():
+            model(torch.randn(2, TEXT, 10), torch.ones(2, TEXT).long())
+
+    bound = bind_model(load_config({"_class_name": "AnimaTextConditioner", **config}), is_part=True)
+    estimate = CountedEstimator(bound, None, "full", "eager").estimate(Workload(2, TEXT, phase="forward"))
+    ours = {row.path: row.forward for row in estimate.by_module(per_layer=True) if row.forward}
+    assert ours == {path: row[0] for path, row in count_flops(model, step).rows.items() if row[0]}
+    assert estimate.parameters["total"] == sum(each.numel() for each in model.parameters())
