@@ -109,6 +109,10 @@ CASES["ideogram 4"].set = {"encode_prompt": encode_packed}
 CASES["ideogram 4"].beside = TINY["Ideogram4Transformer2DModel"]
 CASES["dreamlite"].set = {"encode_prompt": encode_prompts, "text_encoder": Dtype()}
 CASES["dreamlite, mobile"] = CASES["dreamlite"].change("DreamLiteMobilePipeline", scale="")
+CASES["helios, pyramid"] = CASES["helios"].change(
+    "HeliosPyramidPipeline", more={"pyramid_num_inference_steps_list": [2, 2, 2]}, size=(64, 128),
+    scheduler="HeliosScheduler", options={"stages": 3},
+)  # fmt: skip
 CASES["qwen-image 2.1"] = Case(
     "QwenImage21Pipeline", "QwenImage21Transformer2DModel", TWO, "AutoencoderKLQwenImage21",
     {"dim_mult": [1] * 5, "temperal_downsample": [False] * 4, **PLAIN}, EULER, {"use_dynamic_shifting": True},
