@@ -82,7 +82,10 @@ def read_diffusers() -> dict[str, dict[str, str]]:
 
 
 def find_denoiser_class(pipeline: type) -> str:
-    """The class of what a pipeline runs at each step, as its constructor's annotations say it; empty: they do not."""
+    """The class of what a pipeline runs at each step, as its constructor or default blocks say it; empty: neither."""
+    if pipeline.__name__.endswith("ModularPipeline") and pipeline.default_blocks_name:
+        hints = {spec.name: spec.type_hint.__name__ for spec in pipeline().blocks.expected_components}
+        return next((hints[part] for part in _DENOISERS if part in hints), "")
     parameters = inspect.signature(pipeline.__init__).parameters
     kinds = next((str(parameters[part].annotation) for part in _DENOISERS if part in parameters), "")
     words = re.findall(r"(\w+)(?='>|$| \|)", kinds)

@@ -260,7 +260,7 @@ class PipelineEstimator(Estimator):
             notes.append("given images are counted at the size of the output")
         if pipeline is None or not samples:
             return tuple(notes)
-        if pipeline.second and any(part.kind == _DENOISER for part in self.parts):
+        if pipeline.second and "first" not in pipeline.tables and any(part.kind == _DENOISER for part in self.parts):
             notes.append(pipeline.describe_split())
         if pipeline.tables.get("binned") and (width, height) != (
             own := (pipeline.size("width"), pipeline.size("height"))
@@ -514,9 +514,6 @@ def bind_pipeline(
                 config = {**config, **pipeline.list_passed(name)}
                 bound = _bind_part(source, own.get(name, part), kind, config)
                 parts.append(PipelinePart(part, kind, make(bound, True)))
-    if "later" in pipeline.tables:
-        later = bind_model(source.replace(config={**inner, **pipeline.list_passed(key="later")}))
-        parts.append(PipelinePart(pipeline.denoiser, _DENOISER, make(_perturb(later, ()), True)))
     for modules in pipeline.perturbed:
         parts.append(PipelinePart(_DENOISER, _PERTURBED, make(_perturb(denoiser.model, modules), True)))
     others = []
@@ -541,7 +538,9 @@ def _perturb(model: BoundModel, modules: Sequence[str]) -> BoundModel:
         paths = ((f"{stage.path}.{number}" if stage.repeated else stage.path, chain) for number, chain in layers)
         return stage.replace(layers=tuple(map_ops(chain, partial(change, path)) for path, chain in paths))
 
-    return replace(model, stages=tuple(put(stage) for stage in model.stages))
+    # A live denoiser itself says what trains; nothing does here.
+    source = model.source.replace(module=None)
+    return replace(model, source=source, stages=tuple(put(stage) for stage in model.stages))
 
 
 def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
@@ -18,10 +18,12 @@ _KEYS = {
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
     "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts", "section", "sections",
-    "leading", "beside_text", "stages", "prompts", "notes", "parts", "pipeline", "sized", "enlarged", "later",
+    "leading", "beside_text", "stages", "prompts", "notes", "last", "parts", "pipeline", "sized", "enlarged", "blocks",
+    "first",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
+_DOTS = ("", ".", "..")
 _WARM = 4  # steps of PNDM's warm-up
 # Schedulers of the second order: two calls a step, but the last (diffusers 0.42.1, `order` of each class).
 _TWICE = (
@@ -81,12 +83,21 @@ class Pipeline(Value):
         known = {self.denoiser, self.second, self.vae, SCHEDULER, *(name for name, _ in self.encoders)}
         known |= {*self.image_encoders, *self.beside, *self.tables.get("merged", ())}
         known |= {name for stage in self.tables.get("stages", ()) for name in stage["parts"].values()}
+        own, named = self.tables.get("blocks"), config.get("_blocks_class_name")
+        other = "" if named in (None, own) else f", not with {named}, which its index names"
         return [
+            *(
+                [f"counted with {own}, the default blocks of {self.name}{other}; other blocks change the run"]
+                if own
+                else []
+            ),
             *self.tables.get("notes", ()),
             *(
-                f"{name} ({part.get('_class_name')}) is not counted"
+                f"{name} is not counted: there is no {part}"
+                if isinstance(part, str)
+                else f"{name} ({part.get('_class_name')}) is not counted"
                 for name, part in config.items()
-                if name not in known and isinstance(part, Mapping)
+                if isinstance(part, str if name in known else Mapping)
             ),
         ]
 
@@ -121,8 +132,8 @@ class Pipeline(Value):
 
         Steps are spaced as UniPCMultistepScheduler's for flow matching are (diffusers 0.42.1).
         """
-        if "later" in self.tables:
-            return 1
+        if "first" in self.tables:
+            return min(int(self.tables["first"]), runs)
         boundary = self.values.find("boundary_ratio")
         if boundary is None or not isinstance(self.values.find(self.second), Mapping):
             return runs
@@ -169,12 +180,9 @@ class Pipeline(Value):
         )
         return section, sections
 
-    def list_passed(self, part: str = "", key: str = "passed") -> dict[str, Any]:
-        """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called.
-
-        `key`: `passed`, or `later` for what the denoiser gets after the first step.
-        """
-        passed = self.tables.get("passed_parts", {}).get(part, {}) if part else self.tables.get(key, {})
+    def list_passed(self, part: str = "") -> dict[str, Any]:
+        """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called."""
+        passed = self.tables.get("passed_parts", {}).get(part, {}) if part else self.tables.get("passed", {})
         try:
             return {name: evaluate(str(text), self.values) for name, text in passed.items()}
         except MissingNameError as error:
@@ -297,28 +305,49 @@ def read_pipeline(config: Mapping[str, object], where: str, changes: Mapping[str
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SpecError(f"{path}: no pipeline: {type(error).__name__} {error}") from None
     if not isinstance(config.get(denoiser), Mapping):
-        raise ConfigError(f"{where}: {name} needs its {denoiser}'s config ({denoiser}/config.json)")
+        raise ConfigError(
+            f"{where}: {name} needs its {denoiser}'s config ({config.get(denoiser, f'{denoiser}/config.json')})"
+        )
     return found
 
 
-def read_folder(index: Mapping[str, Any], folder: str, read: Any) -> dict[str, Any]:
-    """The config of a pipeline whose model_index.json was read, with those of its parts' config.json."""
+def read_entry(part: str, entry: Sequence[Any]) -> tuple[object, str, str]:
+    """What an index says of a part: its class, the repository that holds it (empty: this one), and the folder there."""
+    said = entry[2] if len(entry) == 3 and isinstance(entry[2], Mapping) else {}  # of a modular pipeline
+    hint, repo = said.get("type_hint"), str(said.get("pretrained_model_name_or_path") or "")
+    named = hint[1] if entry[1] is None and isinstance(hint, (list, tuple)) and len(hint) == 2 else entry[1]
+    return named, repo, str(said.get("subfolder") or ("" if repo else part))
+
+
+def read_folder(
+    index: Mapping[str, Any], folder: str, read: Any, find: Callable[[str, str], str | None]
+) -> dict[str, Any]:
+    """The config of a pipeline whose index was read, with those of its parts; of one without, the file that it lacks.
+
+    A part that is not in the folder is looked for by `find`, in the repository that a modular pipeline names.
+    """
     config = dict(index)
     for part, entry in index.items():
-        if not isinstance(entry, (list, tuple)) or len(entry) != 2:
+        if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
             continue
         del config[part]
-        is_inside = part not in ("", ".", "..") and os.path.basename(part) == part  # never another folder's config
-        path = os.path.join(folder, part, "config.json")
-        if is_inside and isinstance(entry[1], str) and os.path.isfile(path):
+        named, repo, inner = read_entry(part, entry)
+        is_inside = all(name not in _DOTS and os.path.basename(name) == name for name in (part, inner or part))
+        if not is_inside or not isinstance(named, str):  # never another folder's config
+            continue
+        file = "scheduler_config.json" if part == SCHEDULER else "config.json"
+        inside, file = os.path.join(folder, inner or part, file), os.path.join(inner, file)
+        path = inside if os.path.isfile(inside) else find(repo, file) if repo else None
+        if part == SCHEDULER:
+            config[part] = {"_class_name": named, **(read(path) if path else {})}
+        elif path is None:
+            config[part] = f"{file} of {repo}" if repo else file
+        else:
             own = read(path)
-            config[part] = {**own, "_class_name": name_class({**own, "_class_name": entry[1]})}
-            if "MultiControlNet" in entry[1]:  # the others have folders beside it
+            config[part] = {**own, "_class_name": name_class({**own, "_class_name": named})}
+            if "MultiControlNet" in named:  # the others have folders beside it
                 others = (os.path.join(folder, f"{part}_{number}", "config.json") for number in range(1, 20))
                 config[part] = [own, *map(read, filter(os.path.isfile, others))]
-        path = os.path.join(folder, part, "scheduler_config.json")
-        if part == SCHEDULER and is_inside:
-            config[part] = {"_class_name": entry[1], **(read(path) if os.path.isfile(path) else {})}
     return config
 
 

@@ -135,6 +135,40 @@ def test_a_folder_is_read(tmp_path: Path) -> None:
         assert estimate_flops(path, **asked, guidance="on").total == alone
 
 
+def test_a_modular_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("flux.1-dev").config
+    folder, kept = tmp_path / "flux", tmp_path / "hub/models--me--parts/snapshots/a/inner"
+    index: dict[str, Any] = {"_class_name": "FluxModularPipeline", "_blocks_class_name": "FluxAutoBlocks"}
+    for name, part in config.items():
+        if isinstance(part, dict):
+            said = {"pretrained_model_name_or_path": "me/parts", "subfolder": "inner" if name == "vae" else name}
+            index[name] = [None, None, {**said, "type_hint": ["diffusers", part["_class_name"]]}]
+            (folder / name).mkdir(parents=True)
+            (folder / name / "config.json").write_text(json.dumps(part))
+    (folder / "modular_model_index.json").write_text(json.dumps(index))
+    kept.mkdir(parents=True)
+    (folder / "vae").rename(folder / "inner")
+    asked: dict[str, Any] = {"images": [(256, 256)], "sampling_steps": 4}
+    expected = estimate_flops({**config, "_class_name": "FluxModularPipeline"}, **asked)
+    note = "counted with FluxAutoBlocks, the default blocks of FluxModularPipeline; other blocks change the run"
+    for path in (folder, folder / "modular_model_index.json"):
+        found = estimate_flops(path, **asked)
+        assert found.total == expected.total == estimate_flops("flux.1-dev", **asked).total
+        assert note in found.notes
+    (folder / "inner/config.json").rename(kept / "config.json")
+    short = estimate_flops(folder, **asked)
+    assert short.total < expected.total
+    assert "vae is not counted: there is no inner/config.json of me/parts" in short.notes
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert estimate_flops(folder, **asked).total == expected.total
+    index["_blocks_class_name"] = "MyBlocks"
+    (folder / "modular_model_index.json").write_text(json.dumps(index))
+    assert any("not with MyBlocks, which its index names" in each for each in estimate_flops(folder, **asked).notes)
+    (folder / "transformer/config.json").unlink()
+    with pytest.raises(ConfigError, match=r"needs its transformer's config \(transformer/config.json of me/parts\)"):
+        estimate_flops(folder, **asked)
+
+
 def test_a_size_may_be_given_for_each_sample() -> None:
     one, each = (estimate_flops("flux.1-dev", batch_size=2, images=[(64, 64)] * many) for many in (1, 2))
     assert one.total == each.total

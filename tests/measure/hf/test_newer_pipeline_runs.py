@@ -40,6 +40,20 @@ class Dtype(torch.nn.Module):
     device, dtype = torch.device("cpu"), torch.float32
 
 
+class Template:
+    """A processor whose template has one token of its own."""
+
+    @property
+    def tokenizer(self) -> Template:
+        return self
+
+    def encode(self, _text: str) -> list[int]:
+        return [7]
+
+    def apply_chat_template(self, _messages: Any, **_options: Any) -> list[list[int]]:
+        return [[1]]
+
+
 def encode_packed(grid_h: int, grid_w: int, max_sequence_length: int, **_options: Any) -> tuple[Any, ...]:
     """As Ideogram 4 encodes a prompt: features and positions, samples and kinds of every place."""
     places = max_sequence_length + grid_h * grid_w
@@ -95,6 +109,16 @@ CASES["ideogram 4"].set = {"encode_prompt": encode_packed}
 CASES["ideogram 4"].beside = TINY["Ideogram4Transformer2DModel"]
 CASES["dreamlite"].set = {"encode_prompt": encode_prompts, "text_encoder": Dtype()}
 CASES["dreamlite, mobile"] = CASES["dreamlite"].change("DreamLiteMobilePipeline", scale="")
+CASES["helios, pyramid"] = CASES["helios"].change(
+    "HeliosPyramidPipeline", more={"pyramid_num_inference_steps_list": [2, 2, 2]}, size=(64, 128),
+    scheduler="HeliosScheduler", options={"stages": 3},
+)  # fmt: skip
+CASES["qwen-image 2.1"] = Case(
+    "QwenImage21Pipeline", "QwenImage21Transformer2DModel", TWO, "AutoencoderKLQwenImage21",
+    {"dim_mult": [1] * 5, "temperal_downsample": [False] * 4, **PLAIN}, EULER, {"use_dynamic_shifting": True},
+    mask="prompt_embeds_mask", scale="true_cfg_scale",
+)  # fmt: skip
+CASES["qwen-image 2.1"].set = {"processor": Template()}
 ALWAYS_GUIDED = ("dreamlite",)
 RUNS = [
     (name, guided)
