@@ -639,8 +639,8 @@ def test_command_line(tmp_path: Path) -> None:
         ["--launch", "vllm serve llama-3.1-8b -tp 2", "--device", "h100", "--input-len", "64", "--output-len", "8",
          "--concurrency", "1,2", "--format", "html"],
     )  # fmt: skip
-    assert "vLLM, 2 × NVIDIA H100" in page.output
-    assert [line.split()[0] for line in curve.output.splitlines() if line.startswith("   ")][-2:] == ["1", "4"]
+    assert "vLLM on 2 × NVIDIA H100" in page.output
+    assert [line.split()[0] for line in curve.output.splitlines() if re.match(r" +\d+ ", line)] == ["1", "4"]
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -650,7 +650,9 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "flopcalc: --tp 3 does not divide the 32 heads of llama-3.1-8b\n"
 
 
-@pytest.mark.parametrize(("loads", "shown"), [("4", [""]), ("1,4", ["load 1 of 2", "load 2 of 2", ""])])
+@pytest.mark.parametrize(
+    ("loads", "shown"), [("4", [""]), ("1,4", ["--concurrency 1 (1 of 2)", "--concurrency 4 (2 of 2)", ""])]
+)
 def test_a_curve_shows_its_progress(loads: str, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr("flopcalc.cli.serving.show_progress", told.append)
