@@ -146,17 +146,21 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     engine = _set_limits(find_engine(name, device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags)
     room = find_room(model, layout, device, engine, traffic.tokens)
     longest, smallest = find_longest(model, layout, room), _find_smallest(model, device, engine, traffic.tokens)
+    most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
+    longest = min(longest, most or longest) if "max_model_len" in flags else longest
     answer = ServingAnswer(
         model.name, engine, device, layout, traffic, room, room.fits, longest, smallest, "", {}, {}, {}, None, "", ()
     )
     if not room.fits:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
-    quantization = _find_quantization(engine, weights, source.stored, notes)
-    most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
-    answer = answer._replace(
-        command=write_command(source.hub_id or source.name, engine, layout, model.cache_bytes < 2, quantization, most)
-    )
+    quantization = _find_quantization(engine, weights, source.stored, notes) or flags.get("quantization")
+    drafts = _explain_start(answer, model, notes)
+    command = write_command(
+        source.hub_id or source.name, engine, layout, model.cache_bytes < 2, quantization, most,
+        has_experts=model.experts > 1, drafts=drafts, rest=flags.get("rest", ""),
+    )  # fmt: skip
+    answer = answer._replace(command=command)
     fitted = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id), media)
     return _time(answer._replace(evidence=fitted.evidence), setup, step, fitted, notes)
@@ -175,6 +179,20 @@ def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
     if share is not None:
         changes["memory_fraction"] = read_share(share, "memory_fraction")
     return engine.set_limits(changes)
+
+
+def _explain_start(answer: ServingAnswer, model: ServedModel, notes: list[str]) -> int:
+    """Drafts that the start line asks of the model's own layers, with notes on what a line cannot say."""
+    engine, layout, speculation = answer.engine, answer.layout, answer.traffic.speculation
+    if engine.switches.get("ep") and 1 < layout.ep < layout.tp * layout.dp:
+        notes.append(f"{engine.name} spreads experts over all {layout.tp * layout.dp} ranks of tp · dp, or over none")
+    if layout.dp > 1 and model.experts == 1 and "dp" not in engine.flags.values():
+        notes.append(f"the start line is of one copy: start {layout.dp} of them behind a router")
+    if any(answer.traffic.workers):
+        notes.append("the start line is of one worker: add its role, and what sends the keys")
+    if speculation is not None and not speculation.is_own:
+        notes.append(f"the start line names no draft model: add yours, with {speculation.drafts} drafts of a step")
+    return speculation.drafts if speculation is not None and speculation.is_own else 0
 
 
 def _find_quantization(engine: Engine, weights: str, stored: str, notes: list[str]) -> str | None:
@@ -220,6 +238,8 @@ def _choose_layout(
         if gpus % others:
             raise WorkloadError(f"{spell('gpus', gpus)} is no multiple of dp · pp = {others}")
         given["tp"] = gpus // others
+    if "attention_dp" in flags and "dp" not in engine.flags.values():  # of all ranks
+        given.setdefault("dp", given.get("tp", 1))
     ranks = given.get("tp", 1) * given.get("dp", 1)
     if "attention_dp" in flags and given.get("tp", 1) % given.get("dp", 1) == 0:  # its tp counts these ranks too
         ranks, given["tp"] = given.get("tp", 1), given.get("tp", 1) // given.get("dp", 1)

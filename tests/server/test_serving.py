@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ def test_engine_defaults(engine: str, device: str, tokens: int, seqs: int, fract
 def test_flags_of_an_engine() -> None:
     engine = find_engine("vllm", find_device("h100"))
     found, notes = read_flags(engine, "--max-num-seqs 64 --gpu-memory-utilization=0.95 --enforce-eager -tp 2")
-    assert found == {"max_seqs": "64", "memory_fraction": "0.95", "tp": "2"}
-    assert notes == ["engine_args: not read: --enforce-eager"]
+    assert found == {"max_seqs": "64", "memory_fraction": "0.95", "tp": "2", "rest": "--enforce-eager"}
+    assert notes == ["engine_args: not read, only passed on: --enforce-eager"]
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 8.0), (2, 15.75), (1e9, 256.0)])
@@ -198,7 +199,10 @@ def test_layout_of_attention_ranks() -> None:
         "deepseek-r1", **asked, engine="sglang", engine_args="--tp 8 --dp 8 --enable-dp-attention"
     )
     vllm = flopcalc.serving("deepseek-r1", **asked, engine_args="-tp 8 --enable-expert-parallel")
-    assert (sglang.layout, vllm.layout) == (Deployment(tp=1, dp=8), Deployment(tp=8, ep=8))
+    trtllm = flopcalc.serving("deepseek-r1", **asked, engine="trtllm", engine_args="--tp_size 8 --enable_attention_dp")
+    assert [each.layout for each in (sglang, vllm, trtllm)] == [
+        Deployment(tp=1, dp=8), Deployment(tp=8, ep=8), Deployment(tp=1, dp=8),
+    ]  # fmt: skip
 
 
 def test_tokens_per_second_of_a_rate() -> None:
@@ -410,21 +414,67 @@ def test_launch_lines(line: str, expected: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "layout", "expected"),
+    ("engine", "layout", "more", "expected"),
     [
-        ("vllm@0.15", Deployment(tp=2, ep=2), "vllm serve m --tensor-parallel-size 2 --max-num-batched-tokens 8192 "
+        ("vllm@0.15", Deployment(tp=2, ep=2), {}, "vllm serve m --tensor-parallel-size 2 --max-num-batched-tokens 8192 "
          "--max-num-seqs 1024 --gpu-memory-utilization 0.9 --kv-cache-dtype fp8 --enable-expert-parallel"),
-        ("sglang", Deployment(dp=4), "python -m sglang.launch_server --model-path m --tp 4 --dp 4 "
-         "--chunked-prefill-size 8192 --max-running-requests 2048 --mem-fraction-static 0.871 "
-         "--kv-cache-dtype fp8_e4m3 --enable-dp-attention"),
+        ("sglang", Deployment(dp=4), {"quantization": "fp8"}, "python -m sglang.launch_server --model-path m --tp 4 "
+         "--dp 4 --chunked-prefill-size 8192 --max-running-requests 2048 --mem-fraction-static 0.9 "
+         "--kv-cache-dtype fp8_e4m3 --quantization fp8 --enable-dp-attention"),
+        ("sglang", Deployment(tp=2, dp=4), {"has_experts": False, "rest": "--page-size 64"},  # copies of 2 GPUs
+         "python -m sglang.launch_server --model-path m --tp 2 --dp 4 --chunked-prefill-size 8192 "
+         "--max-running-requests 2048 --mem-fraction-static 0.9 --kv-cache-dtype fp8_e4m3 --page-size 64"),
+        ("trtllm", Deployment(dp=8, ep=8), {"drafts": 2}, "trtllm-serve m --tp_size 8 --ep_size 8 "
+         "--max_num_tokens 8192 --max_batch_size 2048 --kv_cache_free_gpu_memory_fraction 0.9 --kv_cache_dtype fp8 --enable_attention_dp "
+         "--extra_llm_api_options <(echo '{speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 2}}')"),
     ],
 )  # fmt: skip
-def test_command_of_an_engine(engine: str, layout: Deployment, expected: str) -> None:
-    found = find_engine(engine, find_device("h100"), layout.tp)
-    assert (
-        write_command("m", found._replace(memory_fraction=0.871 if found.id == "sglang" else 0.9), layout, True)
-        == expected
-    )
+def test_command_of_an_engine(engine: str, layout: Deployment, more: dict[str, Any], expected: str) -> None:
+    found = find_engine(engine, find_device("h100"), layout.tp)._replace(memory_fraction=0.9)
+    assert write_command("m", found, layout, True, **more) == expected
+
+
+# Flags and words as the engines' own documentation has them: docs.vllm.ai (cli/serve, v0.19 and later),
+# docs.sglang.io (server arguments; server_args.py), nvidia.github.io/TensorRT-LLM (commands/trtllm-serve, 1.3).
+_DOCUMENTED = {
+    "vllm": "--tensor-parallel-size --pipeline-parallel-size --data-parallel-size --enable-expert-parallel "
+    "--max-model-len --max-num-batched-tokens --max-num-seqs --gpu-memory-utilization --kv-cache-dtype=fp8 "
+    "--quantization=fp8,bitsandbytes --speculative-config",
+    "sglang": "--model-path --tp --pp-size --dp --ep-size --enable-dp-attention --context-length "
+    "--chunked-prefill-size --max-running-requests --mem-fraction-static --kv-cache-dtype=fp8_e4m3 "
+    "--quantization=fp8 --speculative-algorithm=EAGLE --speculative-num-steps --speculative-eagle-topk "
+    "--speculative-num-draft-tokens",
+    "trtllm": "--tp_size --pp_size --ep_size --max_seq_len --max_num_tokens --max_batch_size --kv_cache_dtype=fp8 "
+    "--kv_cache_free_gpu_memory_fraction --enable_attention_dp --extra_llm_api_options",
+}
+
+
+@pytest.mark.parametrize("engine", sorted(_DOCUMENTED))
+@pytest.mark.parametrize("weights", ["fp8", "nf4"])
+def test_start_lines_have_documented_flags_alone(engine: str, weights: str) -> None:
+    known = {flag: words.split(",") if words else None for flag, _, words in
+             (each.partition("=") for each in _DOCUMENTED[engine].split())}  # fmt: skip
+    found = find_engine(engine, find_device("h100"))
+    line = write_command("m", found, Deployment(2, 2, 2, 4), True, found.online.get(weights), 4096, drafts=1)
+    words = shlex.split(line.replace("<(", "").replace(")", ""))
+    flags = {word: words[at + 1 : at + 2] for at, word in enumerate(words) if word.startswith("--")}
+    assert set(flags) <= set(known)
+    assert all(value[0] in (known[flag] or value) for flag, value in flags.items() if value)
+    assert len(flags) >= len(known) - (weights not in found.online)
+
+
+# What a start line cannot say, a note does.
+@pytest.mark.parametrize(
+    ("model", "changes", "note"),
+    [
+        ("llama-3.1-8b", {"speculative": "k=3,accept=0.8"}, "names no draft model: add yours, with 3 drafts of a step"),
+        ("llama-3.1-8b", {"engine": "trtllm", "dp": 2}, "the start line is of one copy: start 2 of them"),
+        ("llama-3.1-8b", {"disaggregate": "1p1d"}, "the start line is of one worker: add its role"),
+        ("qwen3-30b-a3b", {"tp": 4, "ep": 2}, "vLLM spreads experts over all 4 ranks of tp · dp, or over none"),
+    ],
+)
+def test_notes_on_start_lines(model: str, changes: dict[str, Any], note: str) -> None:
+    assert any(note in each for each in flopcalc.serving(model, **{**_ASKED, **changes}).notes)
 
 
 def test_users_who_think() -> None:
@@ -493,8 +543,10 @@ def test_checkpoint_that_is_served(
 )
 def test_longest_request_of_the_command(changes: dict[str, Any], said: str) -> None:
     asked = {**_ASKED, "input_len": 1500, **changes}
-    command = flopcalc.serving("llama-3.1-8b", **asked).command
+    found = flopcalc.serving("llama-3.1-8b", **asked)
+    command = found.command
     assert said in command
+    assert "engine_args" not in changes or found.longest == int(said.split()[-1])
     assert bool(said) == ("--max-model-len" in command or "--context-length" in command)
 
 
@@ -583,7 +635,7 @@ def test_own_layers_draft() -> None:
         flopcalc.serving("deepseek-r1", **asked, speculative=text).traffic.speculation
         for text in ("mtp,accept=0.8", "k=1,accept=0.8")
     ]
-    assert found == [Speculation(1, 0.8)] * 2
+    assert found == [Speculation(1, 0.8, True), Speculation(1, 0.8)]
 
 
 def test_separate_workers_count_as_gpus() -> None:
