@@ -184,15 +184,18 @@ def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
 def _explain_start(answer: ServingAnswer, model: ServedModel, notes: list[str]) -> int:
     """Drafts that the start line asks of the model's own layers, with notes on what a line cannot say."""
     engine, layout, speculation = answer.engine, answer.layout, answer.traffic.speculation
-    if engine.switches.get("ep") and 1 < layout.ep < layout.tp * layout.dp:
-        notes.append(f"{engine.name} spreads experts over all {layout.tp * layout.dp} ranks of tp · dp, or over none")
-    if layout.dp > 1 and model.experts == 1 and "dp" not in engine.flags.values():
-        notes.append(f"the start line is of one copy: start {layout.dp} of them behind a router")
-    if any(answer.traffic.workers):
-        notes.append("the start line is of one worker: add its role, and what sends the keys")
-    if speculation is not None and not speculation.is_own:
-        notes.append(f"the start line names no draft model: add yours, with {speculation.drafts} drafts of a step")
-    return speculation.drafts if speculation is not None and speculation.is_own else 0
+    ranks, is_own = layout.tp * layout.dp, speculation is not None and speculation.is_own
+    unsaid = {
+        f"{engine.name} spreads experts over all {ranks} ranks of tp · dp, or over none":
+            "ep" in engine.switches and 1 < layout.ep < ranks,
+        f"the start line is of one copy: start {layout.dp} of them behind a router":
+            layout.dp > 1 and model.experts == 1 and "dp" not in engine.flags.values(),
+        "the start line is of one worker: add its role, and what sends the keys": any(answer.traffic.workers),
+        "the start line names no draft model: add yours, with as many drafts of a step":
+            speculation is not None and not is_own,
+    }  # fmt: skip
+    notes += [note for note, holds in unsaid.items() if holds]
+    return speculation.drafts if speculation is not None and is_own else 0
 
 
 def _find_quantization(engine: Engine, weights: str, stored: str, notes: list[str]) -> str | None:
@@ -224,8 +227,6 @@ def _choose_layout(
     given: dict[str, int] = {}
     for name in ("tp", "dp", "pp", "ep"):
         value = setup.get(name, (parse_size(flags[name], name),) if name in flags else None)
-        if value is not None and len(value) > 1:
-            raise WorkloadError(f"{spell(name)}: serving takes one value")
         if value is not None:
             given[name] = value[0]
     gpus = setup.place.gpus
@@ -247,7 +248,8 @@ def _choose_layout(
         given.setdefault("ep", ranks)
     layout = Deployment(**given)
     if gpus is not None and gpus != layout.gpus:
-        raise WorkloadError(f"{spell('gpus', gpus)} is not tp · dp · pp = {layout.gpus}")
+        way = f"give {spell('tp', gpus)} or {spell('dp', gpus)} alone"
+        raise WorkloadError(f"{spell('gpus', gpus)} is not tp · dp · pp = {layout.gpus}: {way}")
     check_layout(layout, model)
     return layout
 
@@ -391,11 +393,11 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         notes.append(f"{traffic.users:,} users who think for {traffic.think_s:g} s keep {traffic.concurrency:,} "
                      "requests in flight")  # fmt: skip
     requests, shares = load.requests, load.shares
-    if traffic.concurrency is not None:
-        most = min(room.max_concurrency, engine.max_seqs) * layout.replicas * (traffic.workers[1] or 1)
-        if traffic.concurrency > most:
-            limit = "the cache" if room.max_concurrency < engine.max_seqs else spell("max_seqs", engine.max_seqs)
-            notes.append(f"{limit} lets {most:,} request{'s' * (most > 1)} of this length run at once: others wait")
+    at_once = min(room.max_concurrency, engine.max_seqs) * layout.replicas * (traffic.workers[1] or 1)
+    waits = (traffic.concurrency or 0) > at_once
+    if waits:
+        limit = "the cache" if room.max_concurrency < engine.max_seqs else spell("max_seqs", engine.max_seqs)
+        notes.append(f"{limit} lets {at_once:,} request{'s' * (at_once > 1)} of this length run at once: others wait")
     if load.is_full:
         notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean(values) for name, values in load.kept.items() if values}
@@ -461,7 +463,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         use={"mfu": flops / (answer.gpus * peak),
              "bandwidth": step.count_bytes(decodes, decodes * (inputs + outputs / 2)) / seconds / step.rates.bandwidth},
         objectives=_judge(found, load, run, rate) if traffic.objectives else None,
-        advice=_advise(found, step.model), notes=tuple(dict.fromkeys(notes)),
+        advice=_advise(found, step.model, waits or load.is_full), notes=tuple(dict.fromkeys(notes)),
     )  # fmt: skip
 
 
@@ -524,8 +526,13 @@ def _set_load(traffic: Traffic, load: float) -> Traffic:
     return traffic._replace(rate=load) if traffic.rate is not None else traffic._replace(concurrency=round(load))
 
 
-def _advise(answer: ServingAnswer, model: ServedModel) -> str:
-    """The change that helps most, by the largest part of a step."""
+def _advise(answer: ServingAnswer, model: ServedModel, waits: bool) -> str:
+    """The change that helps most, by the largest part of a step; where requests wait, what lets more of them run."""
+    if waits:
+        more = f" or a larger {spell('max_seqs')}"
+        if answer.room.max_concurrency < answer.engine.max_seqs:
+            more = ", an fp8 cache or shorter requests" if model.cache_bytes >= 2 else " or shorter requests"
+        return f"requests wait: more GPUs{more} let more run at once"
     part, share = next(iter(answer.shares.items()))
     changes = {
         "KV cache": "an fp8 cache halves it" if model.cache_bytes >= 2 else "shorter contexts or more GPUs cut it",
@@ -544,7 +551,7 @@ _EVIDENCE = {
     "engine and GPU": "this model was not measured on this GPU with this engine: others were",
     "engine": "nothing was measured on this GPU with this engine: the interval is that of a GPU never seen",
     "media": "images, videos and sound were not compared with measurements of an engine: the interval is wide",
-    "data sheet": "neither this GPU's generation nor its engine was measured: the interval is wide",
+    "data sheet": "no GPU of this generation was measured: the interval is wide",
 }
 
 

@@ -320,7 +320,7 @@ def test_what_does_not_fit() -> None:
         ({"input_len": 200_000}, "more than the 131,072 positions"),
         ({"seq_len": 5}, "serving takes no seq_len"),
         ({"device": None}, "on which device"),
-        ({"gpus": 4}, "gpus=4 is not tp · dp · pp = 1"),
+        ({"gpus": 4}, "gpus=4 is not tp · dp · pp = 1: give tp=4 or dp=4 alone"),
         ({"input_len": "8k..1k"}, "the first length is the smaller one"),
         ({"ttft": "2s@p94"}, "after @ comes p50, p90, p95 or p99"),
         ({"itl": "soon"}, "is not a time such as 2s or 30ms"),
@@ -394,6 +394,24 @@ def test_evidence(model: str, engine: str, device: str, evidence: str) -> None:
     assert len(weights.values) == len(CLASSES)
 
 
+# Where requests wait, more of them at once cannot help.
+@pytest.mark.parametrize(
+    ("model", "changes", "advice"),
+    [
+        ("llama-3.1-8b", {"input_len": 60_000, "concurrency": 64},
+         "requests wait: more GPUs, an fp8 cache or shorter requests let more run at once"),
+        ("llama-3.1-8b", {"max_seqs": 4}, "requests wait: more GPUs or a larger max_seqs let more run at once"),
+        ("llama-3.1-8b", {"device": "l4", "kv_cache": "fp8", "rate": 50, "concurrency": None},
+         "requests wait: more GPUs or shorter requests let more run at once"),
+        ("llama-3.1-8b", {"tp": 4, "concurrency": 1},
+         "host and launches, 45% of a step: more requests at once, or fewer GPUs per replica, spread it over more "
+         "tokens"),
+    ],
+)  # fmt: skip
+def test_advice(model: str, changes: dict[str, Any], advice: str) -> None:
+    assert flopcalc.serving(model, **{**_ASKED, **changes}).advice == advice
+
+
 @pytest.mark.parametrize(("drafts", "accepted", "tokens"), [(3, 0.5, 1.875), (3, 1.0, 4.0), (1, 0.7, 1.7)])
 def test_tokens_of_a_speculative_step(drafts: int, accepted: float, tokens: float) -> None:
     assert Speculation(drafts, accepted).tokens == pytest.approx(tokens)
@@ -425,8 +443,8 @@ def test_launch_lines(line: str, expected: dict[str, str]) -> None:
          "python -m sglang.launch_server --model-path m --tp 2 --dp 4 --chunked-prefill-size 8192 "
          "--max-running-requests 2048 --mem-fraction-static 0.9 --kv-cache-dtype fp8_e4m3 --page-size 64"),
         ("trtllm", Deployment(dp=8, ep=8), {"drafts": 2}, "trtllm-serve m --tp_size 8 --ep_size 8 "
-         "--max_num_tokens 8192 --max_batch_size 2048 --kv_cache_free_gpu_memory_fraction 0.9 --kv_cache_dtype fp8 --enable_attention_dp "
-         "--extra_llm_api_options <(echo '{speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 2}}')"),
+         "--max_num_tokens 8192 --max_batch_size 2048 --kv_cache_free_gpu_memory_fraction 0.9 --kv_cache_dtype fp8 "
+         "--enable_attention_dp --extra_llm_api_options <(echo '{speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 2}}')"),
     ],
 )  # fmt: skip
 def test_command_of_an_engine(engine: str, layout: Deployment, more: dict[str, Any], expected: str) -> None:
@@ -467,7 +485,7 @@ def test_start_lines_have_documented_flags_alone(engine: str, weights: str) -> N
 @pytest.mark.parametrize(
     ("model", "changes", "note"),
     [
-        ("llama-3.1-8b", {"speculative": "k=3,accept=0.8"}, "names no draft model: add yours, with 3 drafts of a step"),
+        ("llama-3.1-8b", {"speculative": "k=3,accept=0.8"}, "the start line names no draft model: add yours"),
         ("llama-3.1-8b", {"engine": "trtllm", "dp": 2}, "the start line is of one copy: start 2 of them"),
         ("llama-3.1-8b", {"disaggregate": "1p1d"}, "the start line is of one worker: add its role"),
         ("qwen3-30b-a3b", {"tp": 4, "ep": 2}, "vLLM spreads experts over all 4 ranks of tp · dp, or over none"),
