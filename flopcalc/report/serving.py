@@ -100,16 +100,17 @@ def _describe_objectives(found: ServingAnswer) -> list[str]:
     if found.objectives is None:
         return []
     lines = []
-    unit = "requests/s" if found.objectives["load"] == "requests_per_s" else "requests in flight"
+    many = "most_users" if found.traffic.users else "most_load"
+    unit = "users" if found.traffic.users else "requests in flight" if found.traffic.rate is None else "requests/s"
     for key, name in (("ttft_s", "time to first token"), ("itl_s", "between tokens")):
         if key in found.objectives:
             each = found.objectives[key]
             state = "met" if each["met"] else "missed"
             value = "-" if each["value_s"] is None else format_seconds(each["value_s"])
             lines.append(f"objective, {name} {format_seconds(each['limit_s'])} at {each['at']}: {state} ({value}); "
-                         f"holds up to {_show(each['most_load'])} {unit}")  # fmt: skip
+                         f"holds up to {_show(each[many])} {unit}")  # fmt: skip
     needed, users = found.objectives["gpus_needed"], found.objectives.get("most_users")
-    most = f" ({users:,} users for each {found.gpus})" if users is not None else ""
+    most = f" ({found.gpus} GPU{'s take' if found.gpus > 1 else ' takes'} {users:,} users)" if users is not None else ""
     means = " (by each request's own mean between tokens)" if "itl_s" in found.objectives else ""
     lines.append(f"goodput: {found.objectives['goodput_tokens_per_s']:,.0f} tokens/s{means}; GPUs for this load: "
                  f"{needed or 'no number of copies meets the objectives'}{most}")  # fmt: skip

@@ -148,8 +148,7 @@ def read_flags(engine: Engine, text: str) -> tuple[dict[str, str], list[str]]:
         word, at = words[at], at + 1
         has_value = at < len(words) and not re.match(r"--?[a-zA-Z]", words[at])
         field = engine.presence.get(word) or engine.flags.get(word)
-        if field not in WRITTEN:
-            rest += words[at - 1 : at + (has_value and word not in engine.presence)]
+        rest += words[at - 1 : at + (has_value and word not in engine.presence)] if field not in WRITTEN else []
         if word in engine.presence:
             found[engine.presence[word]] = "1"
             continue

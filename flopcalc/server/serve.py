@@ -11,7 +11,7 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.presentation import find_presenter
 from flopcalc.base.rows import shorten
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import format_bytes, parse_size
+from flopcalc.base.units import format_bytes, format_seconds, parse_size
 from flopcalc.base.vocabulary import name_part
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.hardware.prices import find_price
@@ -155,15 +155,13 @@ def serve_setup(setup: Setup) -> ServingAnswer:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
     quantization = _find_quantization(engine, weights, source.stored, notes) or flags.get("quantization")
-    drafts = _explain_start(answer, model, notes)
     command = write_command(
         source.hub_id or source.name, engine, layout, model.cache_bytes < 2, quantization, most,
-        has_experts=model.experts > 1, drafts=drafts, rest=flags.get("rest", ""),
+        has_experts=model.experts > 1, drafts=_explain_start(answer, model, notes), rest=flags.get("rest", ""),
     )  # fmt: skip
-    answer = answer._replace(command=command)
     fitted = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id), media)
-    return _time(answer._replace(evidence=fitted.evidence), setup, step, fitted, notes)
+    return _time(answer._replace(command=command, evidence=fitted.evidence), setup, step, fitted, notes)
 
 
 def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
@@ -409,9 +407,11 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         most = load_fitted()["streamed_tokens_per_s"]
         line = outputs * (traffic.concurrency / most - tpot)
         if line > ends["ttft_s"][1]:
-            ends["ttft_s"] = (ends["ttft_s"][0], line)
+            if traffic.benchmark is not None:  # as the rows that showed it were measured
+                ends["ttft_s"] = (ends["ttft_s"][0], line)
             notes.append(
-                f"the host may limit it: the high end is for one that streams {most:,} tokens/s, the least seen"
+                f"a host that streams {most:,} tokens/s, the fewest seen, lets first tokens wait {format_seconds(line)}: "
+                f"the intervals are with{'' if traffic.benchmark else 'out'} it"
             )
     low, high = (first + (outputs - 1) * later for first, later in
                  zip(ends["ttft_s"], ends.get("tpot_s", (0.0, 0.0)), strict=True))  # fmt: skip
@@ -474,9 +474,16 @@ def _spread(per_second: float, rate: float, inputs: float) -> dict[str, float]:
             "per_million_tokens": each / (1 + inputs)}  # fmt: skip
 
 
+def _find_judged(kept: dict[str, Weighted], name: str) -> dict[str, float]:
+    """Percentiles that an objective is for: between tokens the larger one of all gaps and of the answers' own means."""
+    found = _find_percentiles(kept[name])
+    means = _find_percentiles(kept["tpot_s"]) if name == "itl_s" else found
+    return {at: max(value, means[at]) for at, value in found.items()}
+
+
 def _meets(load: Load, names: Sequence[str]) -> bool:
     limits = dict(load.traffic.objectives)
-    found = {name: _find_percentiles(load.kept[name]) for name in names if load.kept[name]}
+    found = {name: _find_judged(load.kept, name) for name in names if load.kept[name]}
     return not load.is_full and all(found[name][limits[name].at] <= limits[name].limit_s for name in found)
 
 
@@ -500,23 +507,27 @@ def _judge(answer: ServingAnswer, load: Load, run: Callable[[Traffic], Load], ra
             low, high = (middle, high) if _meets(run(_set_load(traffic, middle)), names) else (low, middle)
         return low
 
+    def count_users(most: float) -> int:
+        """On more GPUs users wait less, so fewer requests are in flight: users are dealt out, not requests."""
+        waits = run(_set_load(traffic, most or 1)).mean("e2e_s")
+        own = int(most * (waits + traffic.think_s) / waits)
+        return max(own, traffic.users) if most >= asked else min(own, traffic.users - 1)
+
     found: dict[str, Any] = {}
     for name, limit in limits.items():
-        value, is_met = answer.percentiles.get(name, {}).get(limit.at), _meets(load, [name])
-        found[name] = {"limit_s": limit.limit_s, "at": limit.at, "value_s": value,
-                       "met": is_met, "most_load": find_most([name], is_met)}  # fmt: skip
+        value, is_met = _find_judged(load.kept, name).get(limit.at), _meets(load, [name])
+        most = find_most([name], is_met)
+        found[name] = {"limit_s": limit.limit_s, "at": limit.at, "value_s": value, "met": is_met, "most_load": most,
+                       **({"most_users": count_users(most)} if traffic.users else {})}  # fmt: skip
     good = [share for (ttft, share), (e2e, _), request in
             zip(load.kept["ttft_s"], load.kept["e2e_s"], load.requests, strict=True)
             if ("ttft_s" not in limits or ttft <= limits["ttft_s"].limit_s)
             and ("itl_s" not in limits or e2e - ttft <= limits["itl_s"].limit_s * (request.output - 1))]  # fmt: skip
-    most = min(each["most_load"] for each in found.values())
-    users: dict[str, int] = {}
+    most, users = min(each["most_load"] for each in found.values()), dict[str, int]()
     needs = asked / most if most else 0.0
-    if traffic.users and most:  # on more GPUs they wait less, so fewer are in flight: users are dealt out, not requests
-        waits = run(_set_load(traffic, most)).mean("e2e_s")
-        own = int(most * (waits + traffic.think_s) / waits)
-        users = {"most_users": max(own, traffic.users) if most >= asked else min(own, traffic.users - 1)}
-        needs = traffic.users / max(1, users["most_users"])
+    if traffic.users:
+        users = {"most_users": min(each["most_users"] for each in found.values())}
+        needs = traffic.users / max(1, users["most_users"]) if most else 0.0
     return {**found, "load": "requests_per_s" if is_rate else "concurrency", "most_load": most, **users,
             "goodput_tokens_per_s": rate * sum(good) / sum(load.shares),
             "gpus_needed": math.ceil(needs) * answer.gpus or None}  # fmt: skip

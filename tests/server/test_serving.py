@@ -444,7 +444,8 @@ def test_launch_lines(line: str, expected: dict[str, str]) -> None:
          "--max-running-requests 2048 --mem-fraction-static 0.9 --kv-cache-dtype fp8_e4m3 --page-size 64"),
         ("trtllm", Deployment(dp=8, ep=8), {"drafts": 2}, "trtllm-serve m --tp_size 8 --ep_size 8 "
          "--max_num_tokens 8192 --max_batch_size 2048 --kv_cache_free_gpu_memory_fraction 0.9 --kv_cache_dtype fp8 "
-         "--enable_attention_dp --extra_llm_api_options <(echo '{speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 2}}')"),
+         "--enable_attention_dp "
+         "--extra_llm_api_options <(echo '{speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 2}}')"),
     ],
 )  # fmt: skip
 def test_command_of_an_engine(engine: str, layout: Deployment, more: dict[str, Any], expected: str) -> None:
@@ -577,6 +578,20 @@ def test_objectives() -> None:
     assert judged["goodput_tokens_per_s"] <= found["tokens_per_s"]["mid"] * (1 + 1e-9)
 
 
+# p95 of all gaps keeps 60 ms, and few answers' own means do: one L4 does not do for these users.
+@pytest.mark.parametrize(("itl", "is_met", "shown"), [("60ms", False, "37 users"), ("62ms", True, "1 GPU takes 4")])
+def test_an_objective_is_met_by_the_measure_of_goodput(itl: str, is_met: bool, shown: str) -> None:
+    found = flopcalc.serving("qwen3-8b", device="l4", kv_cache="fp8", weights="fp8", input_len=2048, output_len=500,
+                             users=40, think="30s", itl=itl)  # fmt: skip
+    judged = found.to_dict()["objectives"]
+    assert (judged["itl_s"]["met"], judged["gpus_needed"]) == (is_met, 1 if is_met else 2)
+    assert (judged["goodput_tokens_per_s"] >= 0.95 * found.times["tokens_per_s"].mid) is is_met
+    assert judged["most_users"] == judged["itl_s"]["most_users"]
+    text = " ".join(format_answer(found).split())
+    assert shown in text
+    assert "requests in flight" not in text.partition("objective")[2].partition("start it")[0]
+
+
 @pytest.mark.parametrize("load", [{}, {"concurrency": None, "rate": 2}])
 def test_an_objective_that_no_load_keeps(load: dict[str, Any]) -> None:
     judged = flopcalc.serving("llama-3.1-8b", **{**_ASKED, **load, "ttft": "1ms"}).to_dict()["objectives"]
@@ -606,13 +621,19 @@ def test_cached_tokens_of_a_prompt(hit: float, size: int, cached: int) -> None:
 
 
 # A host that streams every token by itself may be the limit: 512 requests x 1,024 tokens at 9,000 a second.
-@pytest.mark.parametrize(("changes", "is_host"), [({}, True), ({"benchmark": "inferencex"}, False), ({"tp": 1}, False)])
-def test_a_host_that_streams_slowly(changes: dict[str, Any], is_host: bool) -> None:
+# It is in the interval only where it was measured so.
+@pytest.mark.parametrize(
+    ("changes", "is_host", "is_wide"),
+    [({}, True, False), ({"benchmark": "aiperf"}, True, True), ({"benchmark": "inferencex"}, False, False),
+     ({"tp": 1}, False, False)],
+)  # fmt: skip
+def test_a_host_that_streams_slowly(changes: dict[str, Any], is_host: bool, is_wide: bool) -> None:
     load = {"input_len": 64, "output_len": 1024, "concurrency": 512 if changes != {"tp": 1} else 64}
     found = flopcalc.serving("llama-3.1-8b", **{**_ASKED, "tp": 8, "engine": "trtllm", **load, **changes})
     ttft, tpot = found.times["ttft_s"], found.times["tpot_s"]
     assert any("streams 9,000 tokens/s" in note for note in found.notes) is is_host
-    if is_host:
+    assert ((ttft.high or 0) > 10 * ttft.mid) is is_wide
+    if is_wide:
         assert ttft.high == pytest.approx(1024 * (512 / 9000 - tpot.mid))
         assert found.times["e2e_s"].high == pytest.approx((ttft.high or 0) + 1023 * (tpot.high or 0))
 
