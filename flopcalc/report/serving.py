@@ -148,9 +148,8 @@ def describe_answer(found: ServingAnswer, has_place: bool = True, has_load: bool
         lengths += f", {traffic.workers[0]} workers for prompts, {traffic.workers[1]} for decodes"
     if not has_load:
         return lengths
-    if traffic.rate is not None:
-        return f"{lengths}, {traffic.rate:g} requests/s"
-    return f"{lengths}, " + (f"{traffic.users:,} users" if traffic.users else f"concurrency {traffic.concurrency:,}")
+    many = f"{traffic.users:,} users" if traffic.users else f"concurrency {traffic.concurrency or 0:,}"
+    return f"{lengths}, {many if traffic.rate is None else f'{traffic.rate:g} requests/s'}"
 
 
 def _list_room(found: ServingAnswer) -> list[str]:

@@ -48,6 +48,7 @@ class Engine(NamedTuple):
     graph_tokens: int = 0  # steps with prompts are graphs up to this size
     beside: Mapping[str, Mapping[str, int]] = MappingProxyType({})  # limit that is set -> what a benchmark sets with it
     logit_bytes: float = 6.0  # that a trial step's sampler holds for each logit
+    totals: tuple[str, ...] = ()  # limits whose flags are of all ranks of attention data parallelism
     command: str = "{model}"
     drafts: str = ""  # flags that draft with a model's own layers
     kv_names: Mapping[str, str] = MappingProxyType({})  # our name of a cache's format -> the engine's
@@ -116,6 +117,7 @@ def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None
             wait=scripts.get("dp_wait", 0) if dp > 1 else 0,
             graph_tokens=table.get("graph_tokens", 0), beside=scripts.get("beside", {}),
             logit_bytes=release.get("logit_bytes", 6.0), command=table["command"], drafts=table["drafts"],
+            totals=tuple(table.get("totals", ())),
             kv_names=table.get("kv_names", {}), switches=table.get("switches", {}),
             presence=table.get("presence", {}), online=table.get("online", {}),
         )  # fmt: skip

@@ -143,7 +143,9 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     if not media.kernels and {"vision", "audio"} & {stage.group for stage in estimator.stages}:
         notes.append("prompts are text alone: give images, videos or sound, and their towers are timed too")
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
-    engine = _set_limits(find_engine(name, device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags)
+    engine = _set_limits(
+        find_engine(name, device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags, layout.dp
+    )
     room = find_room(model, layout, device, engine, traffic.tokens)
     longest, smallest = find_longest(model, layout, room), _find_smallest(model, device, engine, traffic.tokens)
     most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
@@ -164,12 +166,13 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     return _time(answer._replace(command=command, evidence=fitted.evidence), setup, step, fitted, notes)
 
 
-def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
+def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str], dp: int) -> Engine:
     """The engine with the limits that flags or fields say; fields win."""
     changes: dict[str, Any] = {}
     for name in ("max_batched_tokens", "max_seqs", "block_size", "interval", "graph_tokens"):
         if name in flags:
-            changes[name] = parse_size(flags[name], name)
+            ranks = dp if "attention_dp" in flags and name in engine.totals else 1
+            changes[name] = max(1, parse_size(flags[name], name) // ranks)
         if setup.get(name) is not None:
             changes[name] = setup.get(name)
     changes |= {name: True for name in ("mixes", "chunks") if name in flags}
@@ -410,8 +413,8 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
             if traffic.benchmark is not None:  # as the rows that showed it were measured
                 ends["ttft_s"] = (ends["ttft_s"][0], line)
             notes.append(
-                f"a host that streams {most:,} tokens/s, the fewest seen, lets first tokens wait {format_seconds(line)}: "
-                f"the intervals are with{'' if traffic.benchmark else 'out'} it"
+                f"a host that streams {most:,} tokens/s, the fewest seen, lets first tokens wait "
+                f"{format_seconds(line)}: the intervals are with{'' if traffic.benchmark else 'out'} it"
             )
     low, high = (first + (outputs - 1) * later for first, later in
                  zip(ends["ttft_s"], ends.get("tpot_s", (0.0, 0.0)), strict=True))  # fmt: skip

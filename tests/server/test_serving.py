@@ -196,9 +196,14 @@ def test_layout_of_attention_ranks() -> None:
         "concurrency": 8,
     }
     sglang = flopcalc.serving(
-        "deepseek-r1", **asked, engine="sglang", engine_args="--tp 8 --dp 8 --enable-dp-attention"
+        "deepseek-r1",
+        **asked,
+        engine="sglang",
+        engine_args="--tp 8 --dp 8 --enable-dp-attention --chunked-prefill-size 32k",
     )
     vllm = flopcalc.serving("deepseek-r1", **asked, engine_args="-tp 8 --enable-expert-parallel")
+    assert sglang.engine.max_batched_tokens == 4096  # of one rank
+    assert "--chunked-prefill-size 32768" in sglang.command
     trtllm = flopcalc.serving("deepseek-r1", **asked, engine="trtllm", engine_args="--tp_size 8 --enable_attention_dp")
     assert [each.layout for each in (sglang, vllm, trtllm)] == [
         Deployment(tp=1, dp=8), Deployment(tp=8, ep=8), Deployment(tp=1, dp=8),
@@ -437,7 +442,7 @@ def test_launch_lines(line: str, expected: dict[str, str]) -> None:
         ("vllm@0.15", Deployment(tp=2, ep=2), {}, "vllm serve m --tensor-parallel-size 2 --max-num-batched-tokens 8192 "
          "--max-num-seqs 1024 --gpu-memory-utilization 0.9 --kv-cache-dtype fp8 --enable-expert-parallel"),
         ("sglang", Deployment(dp=4), {"quantization": "fp8"}, "python -m sglang.launch_server --model-path m --tp 4 "
-         "--dp 4 --chunked-prefill-size 8192 --max-running-requests 2048 --mem-fraction-static 0.9 "
+         "--dp 4 --chunked-prefill-size 32768 --max-running-requests 8192 --mem-fraction-static 0.9 "
          "--kv-cache-dtype fp8_e4m3 --quantization fp8 --enable-dp-attention"),
         ("sglang", Deployment(tp=2, dp=4), {"has_experts": False, "rest": "--page-size 64"},  # copies of 2 GPUs
          "python -m sglang.launch_server --model-path m --tp 2 --dp 4 --chunked-prefill-size 8192 "
