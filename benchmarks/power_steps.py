@@ -43,8 +43,8 @@ def measure(out: Path, device: str, is_tiny: bool) -> None:
     """All rows; the file is written after each."""
     from flopcalc.measure.calibrate.provenance import describe_machine
     from flopcalc.measure.predictor.narrow import narrow
-    from flopcalc.measure.predictor.power_calls import list_power_rows, measure_power, meter
     from flopcalc.measure.predictor.runs import FIT_GRIDS, Runner, get_config, make_case, name_case
+    from flopcalc.measure.predictor.single_calls import list_power_rows, measure_power, meter
 
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     command = f"python benchmarks/power_steps.py measure{' --tiny' * is_tiny}"

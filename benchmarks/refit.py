@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from flopcalc.hardware.tiles import find_tiles
-from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, make_machine, model_cases
-from flopcalc.measure.predictor.fit.choices import ROUNDED_ERROR, START_GAPS_S
+from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.measure.predictor.fit.clock import (
     fit_compiled,
     fit_gaps_and_power,
@@ -19,7 +18,7 @@ from flopcalc.measure.predictor.fit.clock import (
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.predictor import fit_host_part
-from flopcalc.measure.predictor.fit.products import fit_adapters, fit_products
+from flopcalc.measure.predictor.fit.products import fit_adapters, fit_attention, fit_products
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits
 from flopcalc.prediction.kernels.attention import IN_WAVES
 from flopcalc.prediction.kernels.constants import Constants
@@ -89,5 +88,5 @@ def fit_gap(cases: Sequence[ModelledCase], constants: Constants) -> float | None
     def list_errors(values: Sequence[float]) -> list[float]:
         return [math.log(step.predict(constants["power"], values[0]) / step.seconds) for step in steps]
 
-    (gap_s,) = round_digits(fit_positive(list_errors, (START_GAPS_S["train"],), ROUNDED_ERROR))
+    (gap_s,) = round_digits(fit_positive(list_errors, (CHOICES.start_gaps_s["train"],), CHOICES.rounded_error))
     return gap_s

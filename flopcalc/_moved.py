@@ -36,6 +36,7 @@ MOVED = {
     "measure.gpm": ("measure.counters.gpm",),
     "operators": ("prediction.operators", "prediction.recordings", "measure.operator_kinds"),
     "ops": ("core.model.ops", "core.model.expand"),
+    "prediction.perfetto": ("report.perfetto",),
     "prediction.plan": ("planning.plan",),
     "recipe": ("core.recipe.recipe", "core.recipe.resolver", "core.recipe.live", "core.model.ops", "core.model.live"),
     "spec": ("core.spec.spec",),

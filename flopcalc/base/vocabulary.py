@@ -13,6 +13,9 @@ Phase = Literal["train", "forward", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 # What operators were recorded in; flow: a training step through frozen weights; empty: any phase.
 RecordedPhase = Literal["", "train", "flow", "forward", "prefill", "decode"]
+HostPhase = Literal["train", "forward", "decode"]  # in each of which a host has times of its own
+HOST_PHASES: tuple[HostPhase, ...] = get_args(HostPhase)
+GradientMode = Literal["train", "forward"]  # with gradients or without
 # A diffusion pipeline samples: its denoiser runs at every step.
 PipelinePhase = Literal["train", "forward", "prefill", "decode", "sample"]
 PIPELINE_PHASES: tuple[PipelinePhase, ...] = get_args(PipelinePhase)
@@ -29,6 +32,7 @@ FusedKernel = Literal["flash", "efficient", "cudnn"]
 FUSED_KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 # The same for an attention call that is timed; empty: SDPA picks.
 CallKernel = Literal["", "eager", "math", "flash", "efficient", "cudnn"]
+RecordedAttention = Literal["eager", "sdpa"]  # HF's attn_implementation, under which operators were recorded
 # How the sums of a workload are counted: what the model needs, what eager code executes, or what a fused kernel does.
 Counting = Literal["model", "full", "flash", "efficient", "cudnn"]
 # Which keys a query sees; window: the causal mask cut to the nearest keys.

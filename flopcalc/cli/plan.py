@@ -44,9 +44,9 @@ def plan(
         return
     found, report = _plan(model, given)
     if timeline is not None:
-        from flopcalc.planning.schedule import save_trace
+        from flopcalc.report.perfetto import save_schedule
 
-        save_trace(found, timeline)
+        save_schedule(found, timeline)
     if plot_file is not None:
         found.plot(plot_file)
     if style == "json":

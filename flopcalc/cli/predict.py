@@ -57,7 +57,7 @@ def predict(
         return
     predicted = _predict(model, given, memory, timeline is not None)
     if timeline is not None:
-        from flopcalc.prediction.perfetto import save_trace
+        from flopcalc.report.perfetto import save_trace
 
         save_trace(predicted.found, timeline)
     if style == "json":

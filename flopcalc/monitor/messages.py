@@ -7,9 +7,10 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar
 
 _MOST_PENDING = 100
 
@@ -62,3 +63,22 @@ def warn(message: str) -> None:
     except Exception:
         with suppress(Exception):
             print(f"flopcalc: {message}", file=sys.stderr)
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def guarded(method: _Method) -> _Method:
+    """A method of a monitor that never raises: an error inside becomes one warning, and training goes on."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_off:  # closed, a copy, or in the child of a fork
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self._fail(method.__name__, error)
+            return None
+
+    return run  # type: ignore[return-value]

@@ -11,9 +11,8 @@ from flopcalc.base.units import check_positive
 from flopcalc.base.vocabulary import check_word
 from flopcalc.monitor.batch import Intake, bind_live
 from flopcalc.monitor.device import DeviceQueue
-from flopcalc.monitor.guard import guarded
 from flopcalc.monitor.keys import PASSES
-from flopcalc.monitor.messages import Say
+from flopcalc.monitor.messages import Say, guarded
 from flopcalc.monitor.model import WatchedModel
 from flopcalc.monitor.pass_log import PassLog
 from flopcalc.monitor.passes import read_lengths

@@ -16,9 +16,8 @@ from flopcalc.base.errors import format_nearest
 from flopcalc.monitor.batch import HostBatches, Intake, TensorShape, WatchedLoader
 from flopcalc.monitor.device import DeviceQueue, find_device
 from flopcalc.monitor.digest import StepWorker, finish_dropped, make_plain_record
-from flopcalc.monitor.guard import guarded
 from flopcalc.monitor.keys import CORE
-from flopcalc.monitor.messages import Messages, warn
+from flopcalc.monitor.messages import Messages, guarded, warn
 from flopcalc.monitor.meter import DevicePeak
 from flopcalc.monitor.model import WatchedModel
 from flopcalc.monitor.modes import FactorSource

@@ -12,6 +12,7 @@ from flopcalc.base.units import check_items, format_parameters, format_tokens
 from flopcalc.base.vocabulary import Verdict, check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.inputs import make_load
+from flopcalc.core.estimate.notes import describe_inferred
 from flopcalc.core.formats.formats import FormatOptions
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.routing import EVEN
@@ -19,7 +20,7 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, PlannedLayout
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
-from flopcalc.prediction.execution_options import USUAL, check_timed, choose_usual, describe_inferred
+from flopcalc.prediction.execution_options import USUAL, check_timed, choose_usual
 from flopcalc.prediction.memory.peak import resize_batch
 from flopcalc.setup.counting import bind_setup, choose_device, find_sequences
 from flopcalc.setup.setup import ModelChoice, Setup
@@ -77,8 +78,10 @@ def plan_setup(setup: Setup) -> Plan:
     if is_chosen:
         size = format_parameters(global_batch * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed: {why}")
-    notes += _describe_indivisible(gpus, global_batch) if setup.get("pp") is None else []
-    notes += [USUAL] if {"execution", "optimizer"} - set(setup.values) else []
+    notes += [
+        *(_describe_indivisible(gpus, global_batch) if setup.get("pp") is None else []),
+        *([USUAL] if {"execution", "optimizer"} - set(setup.values) else []),
+    ]
     usual, optimizer = choose_usual(gpus, estimator, "train", setup.get("hf_trainer", False))
     given = {name: setup.get(name) for name in DEGREES}
     given["recompute"] = "full" if setup.get("gradient_checkpointing") else setup.get("recompute")

@@ -1,18 +1,17 @@
-"""The pipeline's schedule of a planned step, as a trace that Perfetto opens: compute, communication and bubbles."""
+"""The pipeline's schedule of a planned step: compute, communication and bubbles of every stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.seconds import PARTS
-from flopcalc.prediction.perfetto import write_trace
 
 if TYPE_CHECKING:
-    from flopcalc.planning.results import Plan, PlannedLayout
+    from flopcalc.planning.results import PlannedLayout
 
 MOST_EVENTS = 200_000
 _COMPUTE = ("products", "attention", "memory_bound", "recompute", "launches", "host")
@@ -119,41 +118,3 @@ def list_events(planned: PlannedLayout, batches: int) -> Iterator[StageEvent]:
             if parts[part]:
                 yield StageEvent(rank, kind, part.replace("_", " "), at, parts[part])
                 at += parts[part]
-
-
-def make_trace(plan: Plan) -> dict[str, Any]:
-    """The best layout's schedule as the JSON object of the Trace Event Format; times in microseconds."""
-    best = plan.best[0]
-    batches = plan.global_batch // (best.layout.dp * best.layout.micro_batch)
-    found = list(list_events(best, batches))
-    events: list[dict[str, object]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{plan.model}, {best.layout}"}}
-    ]
-    for rank in range(best.layout.pp):
-        about = {"ph": "M", "pid": 1, "tid": rank + 1}
-        events.append({**about, "name": "thread_name", "args": {"name": f"stage {rank}"}})
-        events.append({**about, "name": "thread_sort_index", "args": {"sort_index": rank}})
-    events += [
-        {
-            "ph": "X", "pid": 1, "tid": each.rank + 1, "cat": each.kind, "name": each.name,
-            "ts": round(1e6 * each.start_s, 3), "dur": round(1e6 * each.seconds, 3),
-        }
-        for each in found
-    ]  # fmt: skip
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "model": plan.model,
-            "device": plan.device.id,
-            "gpus": plan.gpus,
-            "layout": str(best.layout),
-            "step_time_s": {"low": best.step.low, "mid": best.step.seconds, "high": best.step.high},
-            "note": "planned, not measured; every stage as long as the fullest; communication is what nothing hides",
-        },
-        "traceEvents": events,
-    }
-
-
-def save_trace(plan: Plan, path: str) -> None:
-    """Write the trace whole or not at all."""
-    write_trace(make_trace(plan), path)

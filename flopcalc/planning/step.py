@@ -39,7 +39,7 @@ from flopcalc.planning.seconds import PARTS, DeviceTime, Kinds, LayoutSeconds, L
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.execution_options import change, find_kernel, settle
-from flopcalc.prediction.fused_experts import find_fused_experts
+from flopcalc.prediction.fused_kernels import find_fused_experts
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.memory.peak import (

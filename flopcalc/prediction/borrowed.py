@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
+from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.core.model.ops import Attend, Chain, Norm, Op, Pointwise, Stage, iterate, join
 from flopcalc.core.workload.sums import Pairs
 from flopcalc.prediction.rows import find_reader
 
 
-class StandIn(NamedTuple):
-    """A recorded model type whose operators others borrow, and where its layers are."""
+class Roles(NamedTuple):
+    """A stand-in's layers, and the modules in one by the part that they play."""
 
-    name: str
-    text: str  # path of its language model's layers
-    vision: str = ""  # and of its tower's
+    path: str
+    norm: str
+    projections: Sequence[str]  # before attention
+    attend: str
+    output: str  # behind it
+    inner: Sequence[str]  # of the MLP, before its activation function
+    function: str
+    outer: str  # and behind it
+
+    @property
+    def mlp(self) -> str:
+        """The module around the MLP, which multiplies by the gate."""
+        return self.function.rpartition(".")[0]
+
+
+class StandIn(NamedTuple):
+    """A recorded model type whose operators others borrow, and its modules by their parts."""
+
+    type: str
+    layers: Mapping[str, Roles]  # by group: vision, language
+    outside: Mapping[str, Sequence[str]]  # kind of op -> modules outside of layers
     places: str = ""  # what its recording calls the tower's rows, where they are not its patches
 
-    def find_path(self, group: str) -> str:
+    def find_roles(self, group: str) -> Roles:
         """The layers whose operators a group's layers borrow."""
-        return self.vision if group == "vision" and self.vision else self.text
+        return self.layers.get(group) or self.layers.get("language") or self.layers["vision"]
 
 
-TEXT = StandIn("llama", "model.layers")
-EXPERTS = StandIn("olmoe", "model.layers")
-ENCODER = StandIn("bert", "bert.encoder.layer")
-TOWER = StandIn("vit", "vit.layers", "vit.layers", "sum:image:t#(h#w&marks)")
-SEEING = StandIn("qwen2_vl", "model.language_model.layers", "model.visual.blocks")
+@cache
+def _load_stand_ins() -> dict[str, StandIn]:
+    tables = load_toml(os.path.join(find_data_dir(), "stand_ins.toml"))
+    return {
+        name: StandIn(**{**table, "layers": {group: Roles(**roles) for group, roles in table["layers"].items()}})
+        for name, table in tables.items()
+    }
 
 
 def choose_stand_in(stages: Iterable[Stage]) -> StandIn:
     """The type whose layers are nearest: a tower's, an encoder's, a decoder's, or those of both text and images."""
     layers = {stage.group: stage.layers[0] for stage in stages if stage.repeated and stage.layers}
+    known = _load_stand_ins()
     if "vision" in layers:
-        return SEEING if "language" in layers else TOWER
+        return known["seeing" if "language" in layers else "tower"]
     attends = [op for op in iterate(layers["language"]) if isinstance(op, Attend)] if "language" in layers else []
     is_encoder = attends and all(isinstance(op.rows, Pairs) and op.rows.mask == "full" for op in attends)
-    return ENCODER if is_encoder else TEXT
+    return known["encoder" if is_encoder else "decoder"]
 
 
 class Borrowed(NamedTuple):
@@ -50,46 +73,6 @@ class Borrowed(NamedTuple):
     rows: int  # that pass in one call
     window: int = 0  # of attention: how many keys back a query sees
     pairs: int = 0  # of attention: queries by the keys that a kernel reads
-
-
-class _Roles(NamedTuple):
-    """The modules of the stand-in's layer by the part that they play."""
-
-    norm: str
-    projections: tuple[str, ...]  # before attention
-    attend: str
-    output: str  # behind it
-    inner: tuple[str, ...]  # of the MLP, before its activation function
-    function: str
-    outer: str  # and behind it
-
-    @property
-    def mlp(self) -> str:
-        """The module around the MLP, which multiplies by the gate."""
-        return self.function.rpartition(".")[0]
-
-
-def _parse(signature: str) -> list[tuple[str, str]]:
-    """Kind and name of every op of a layer's signature."""
-    signs = [sign.partition(":") for sign in signature.split() if "=" not in sign]
-    return [(kind, name.partition("+")[0]) for kind, _, name in signs]
-
-
-def _find_roles(signature: str) -> _Roles:
-    ops = _parse(signature)
-    attend = [kind for kind, _ in ops].index("attend")
-    function = [kind for kind, _ in ops].index("pointwise")
-    linears = [(place, name) for place, (kind, name) in enumerate(ops) if kind == "linear"]
-    behind = [(place, name) for place, name in linears if place > attend]
-    return _Roles(
-        next(name for kind, name in ops if kind == "norm"),
-        tuple(name for place, name in linears if place < attend),
-        ops[attend][1],
-        behind[0][1],
-        tuple(name for place, name in behind[1:] if place < function),
-        ops[function][1],
-        next(name for place, name in behind if place > function),
-    )
 
 
 def choose_variant(signatures: Iterable[str], chain: Chain) -> str:
@@ -105,7 +88,7 @@ def choose_variant(signatures: Iterable[str], chain: Chain) -> str:
 
 
 def borrow_layer(
-    signature: str,
+    roles: Roles,
     chain: Chain,
     width: int,
     around: Mapping[str, int],
@@ -116,7 +99,7 @@ def borrow_layer(
 
     `around` has the sizes of the whole model, from `Outside.size`.
     """
-    roles, ops = _find_roles(signature), list(iterate(chain))
+    ops = list(iterate(chain))
     sizes = {**around, **_size_layer(roles, ops, width)}
     found: list[Borrowed] = []
     linears: list[Op] = []  # since the last attention, activation function or norm of the residual stream
@@ -147,7 +130,7 @@ def borrow_layer(
     return [*found, Borrowed("", "", sizes, count_rows(first))] if first is not None else found
 
 
-def _find_linear(roles: _Roles, op: Op, left: Sequence[Op], before: int, is_behind: bool) -> str:
+def _find_linear(roles: Roles, op: Op, left: Sequence[Op], before: int, is_behind: bool) -> str:
     """The stand-in's linear module that plays the part of one."""
     if op.part == "attention_projections":
         if any(isinstance(each, Attend) for each in left):
@@ -157,7 +140,7 @@ def _find_linear(roles: _Roles, op: Op, left: Sequence[Op], before: int, is_behi
 
 
 def _borrow_function(
-    roles: _Roles,
+    roles: Roles,
     op: Pointwise,
     linears: Sequence[Op],
     left: Sequence[Op],
@@ -176,7 +159,7 @@ def _borrow_function(
     return found
 
 
-def _size_attention(roles: _Roles, op: Attend, width: int, has_cache: bool = False) -> dict[str, int]:
+def _size_attention(roles: Roles, op: Attend, width: int, has_cache: bool = False) -> dict[str, int]:
     """Sizes of attention and of its projections under the stand-in's names; with a cache, keys are what it holds."""
     widths = [op.heads * op.qk, op.kv_heads * op.qk, op.kv_heads * op.v]
     if has_cache:
@@ -190,7 +173,7 @@ def _size_attention(roles: _Roles, op: Attend, width: int, has_cache: bool = Fal
     return sizes | {f"{roles.attend}.{name}": value for name, value in own.items()}
 
 
-def _size_layer(roles: _Roles, ops: Sequence[Op], width: int) -> dict[str, int]:
+def _size_layer(roles: Roles, ops: Sequence[Op], width: int) -> dict[str, int]:
     """Sizes of a whole layer under the stand-in's names: those of its first attention and of its widest MLP."""
     core = next((op for op in ops if isinstance(op, Attend)), None)
     wide = max((op.n_in for op in ops if op.kind == "linear" and op.part != "attention_projections"), default=width)
@@ -206,41 +189,29 @@ class Outside(NamedTuple):
     """What the stand-in has outside of its layers, and the stages of the model that borrows it."""
 
     stand_in: StandIn
-    signature: str  # of what the stand-in has outside of its layers
-    layers: Mapping[str, str]  # path of its layers -> their signature
     stages: Sequence[Stage]
-
-    def list_sources(self) -> list[tuple[str, str]]:
-        """Kind and path of the stand-in's ops outside of its layers."""
-        return [
-            (kind, join(path, name))
-            for path, inside in re.findall(r"(\S+?)\[([^\]]*)\]", self.signature)
-            for kind, name in _parse(inside)
-        ]
 
     def list_ops(self) -> list[tuple[Stage, Op, str]]:
         """The model's own ops outside of layers, each with the stand-in's module that plays its part, or none."""
-        sources = self.list_sources()
         return [
-            (stage, op, _find_outside(sources, op, stage.group))
+            (stage, op, _find_outside(self.stand_in.outside, op, stage.group))
             for stage in self.stages
             for op in (iterate(stage.layers[0]) if not stage.repeated and stage.layers else ())
         ]
 
     def size(self) -> dict[str, int]:
         """Sizes of the whole model under the stand-in's names, which begin with a slash; 0 of what it does not have."""
-        sizes = {f"/{source}.{name}": 0 for _, source in self.list_sources() for name in _SIZES}
+        sizes = {
+            f"/{source}.{name}": 0 for names in self.stand_in.outside.values() for source in names for name in _SIZES
+        }
         for _, op, source in reversed(self.list_ops()):  # the first of several that play one part wins
             if source:
                 sizes |= {f"/{source}.{name}": getattr(op, name) for name in _SIZES}
-        for group in ("vision", "language"):
-            path = self.stand_in.find_path(group)
+        for group, roles in self.stand_in.layers.items():
             layers = [stage for stage in self.stages if stage.repeated and stage.layers and stage.group == group]
-            if path not in self.layers:
-                continue
             width, ops = (layers[0].width, list(iterate(layers[0].layers[0]))) if layers else (0, [])
-            own = _size_layer(_find_roles(self.layers[path]), ops, width)
-            sizes |= {f"/{path}:{name}": size for name, size in own.items()} | {"width": width}
+            own = _size_layer(roles, ops, width)
+            sizes |= {f"/{roles.path}:{name}": size for name, size in own.items()} | {"width": width}
         return sizes
 
 
@@ -258,8 +229,8 @@ def borrow_outside(
             module = join(stage.path, op.name).replace("*", "#")
             own = {f"{source}.{name}": getattr(op, name) for name in _SIZES}
             found.append(Borrowed(source, module, {**sizes, **own}, count_rows(op)))
-    known = {name for _, name in given.list_sources()}
-    tower = given.stand_in.vision.rpartition(".")[0]
+    known = {name for modules in given.stand_in.outside.values() for name in modules}
+    tower = given.stand_in.layers["vision"].path.rpartition(".")[0] if "vision" in given.stand_in.layers else ""
     for name in names:
         if name not in known:
             is_seeing = bool(tower) and f"{name}.".startswith(f"{tower}.")
@@ -268,11 +239,10 @@ def borrow_outside(
     return found
 
 
-def _find_outside(sources: Sequence[tuple[str, str]], op: Op, group: str) -> str:
+def _find_outside(sources: Mapping[str, Sequence[str]], op: Op, group: str) -> str:
     """The stand-in's module outside of layers that plays the part of one; none where none does."""
-    alike = [name for kind, name in sources if kind == op.kind]
+    alike, linears = sources.get(op.kind, ()), sources["linear"]
     if op.kind in ("linear", "conv"):
-        linears = [name for kind, name in sources if kind == "linear"]
         if op.part == "lm_head" or not alike:
             return linears[-1]
         return alike[0] if op.kind == "conv" or len(linears) > 1 else linears[-1]

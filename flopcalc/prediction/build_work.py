@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from flopcalc.base.vocabulary import CallKernel, CallMask, Execution, Mask, Optimizer, PassDirection, ProductDirection
+from flopcalc.base.vocabulary import (
+    CallKernel,
+    CallMask,
+    Execution,
+    Mask,
+    Optimizer,
+    PassDirection,
+    ProductDirection,
+    RecordedAttention,
+)
 from flopcalc.core.count.products import Block, CountedRow, Product, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, Op, iterate
@@ -498,12 +507,19 @@ def count_calls(load: Workload) -> int:
     return side.seq if load.phase == "decode" else 1
 
 
+def find_decoding_call(load: Workload, call: int) -> Workload:
+    """One new token, after those that earlier calls of the same step left in the cache."""
+    if load.decoder is not None:
+        return load.replace(decoder=find_decoding_call(load.decoder, call))
+    return load.replace(seq=1, context=load.context + call)
+
+
 # --- recorded operators of several streams ----------------------------------------------------------------------------
 def _list_operators(
     estimator: Estimator, load: Workload, kernel: CallKernel, dtype_bytes: int, transformers: str
 ) -> Operators:
     """Operators of the whole model; an encoder's, a decoder's and an audio tower's each over their own rows."""
-    attention = "eager" if kernel == "eager" else "sdpa"
+    attention: RecordedAttention = "eager" if kernel == "eager" else "sdpa"
     sides = _find_sides(estimator, load)
     main = list_operators(estimator, sides.get("language") or load, attention, dtype_bytes, transformers)
     if not sides:

@@ -13,20 +13,25 @@ from flopcalc.base.vocabulary import Execution, Phase
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import find_device
 from flopcalc.prediction.build_work import UNTIMED, count_calls
-from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
-from flopcalc.prediction.host_time import (
+from flopcalc.prediction.fused_kernels import FusedExperts, find_fused_experts
+from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
+from flopcalc.prediction.kernels.memory_bound import FLOAT, STREAMED
+from flopcalc.prediction.timeline import (
     ONCE,
     HostTime,
+    Place,
+    Segment,
+    Span,
+    Stack,
     count_kept,
     find_order,
     find_unit,
     name_factor,
     name_mode,
     name_phase,
+    order,
+    run,
 )
-from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
-from flopcalc.prediction.kernels.memory_bound import FLOAT, STREAMED
-from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, run
 from flopcalc.prediction.watts import Shares
 from flopcalc.prediction.work import Attention, MemoryCall, ProductCall, Work
 
@@ -215,7 +220,8 @@ class Clock:
             if is_routed and product.module not in joined.modules:
                 timed = self.machine.time_experts(product, kept)
             else:
-                run = product._replace(size=product.size.align()) if self.is_joined else product
+                is_padded = self.is_joined or self.execution == "fused"  # frameworks pad the vocabulary
+                run = product._replace(size=product.size.align()) if is_padded else product
                 timed = self.machine.time_product(run)
                 timed = timed._replace(
                     seconds=timed.seconds / kept * (self.fitted.experts_slower if is_routed else 1.0)

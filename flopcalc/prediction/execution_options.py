@@ -12,18 +12,17 @@ from flopcalc.base.vocabulary import (
     Execution,
     Kernel,
     Optimizer,
+    Phase,
     PickedKernel,
     Recompute,
     check_word,
 )
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.formats.formats import Formats
-from flopcalc.core.model.ops import Attend, Op, iterate
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.build_work import UNTIMED, WHOLE
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
-_NAMED = 4  # ops that a note names
 _TIMED = ("adamw", "adamw-foreach", "adamw-master", "adamw-offload", "none")  # the last two take no time there
 
 
@@ -70,39 +69,6 @@ def describe_formats(formats: Formats, optimizer: Optimizer) -> list[str]:
     return notes
 
 
-def describe_inferred(estimator: Estimator) -> list[str]:
-    """Keys that a user's spec leaves out, and what was taken in their place."""
-    spec, notes = estimator.spec, []
-    found: dict[str, dict[str, Op]] = {}  # key -> name of an op -> the op
-    for chain in (chain for stage in estimator.stages for chain in stage.kinds):
-        for op in iterate(chain):
-            for key in op.inferred if op.name in spec.own_ops else ():
-                found.setdefault(key, {}).setdefault(op.name or op.kind, op)
-    for name, op in found.pop("kv_heads", {}).items():
-        assert isinstance(op, Attend)
-        notes.append(
-            f"{spec.file} says no kv_heads for {name}: {op.kv_heads} were inferred from the widths of its "
-            "projections; add kv_heads to the spec"
-        )
-    if found:
-        said = "; ".join(f"no {key} for {_list_names(list(names))}" for key, names in found.items())
-        notes.append(
-            f"{spec.file} says {said}: taken from the order of its ops; add what is wrong (docs/specs.md, Roles)"
-        )
-    stage = next((stage for stage in estimator.stages if stage.is_width_inferred), None)
-    if stage is not None:
-        notes.append(
-            f"{spec.file} says no width for {stage.path}, and has no dim d: {stage.width} was inferred from its first "
-            "op; add width to the stack"
-        )
-    return notes
-
-
-def _list_names(names: list[str]) -> str:
-    left = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + left
-
-
 def find_kernel(device: Device, dtype: str | None, kernel: Kernel) -> PickedKernel:
     """The attention kernel that runs: the one asked for, or what SDPA picks; refused where there is none."""
     dtype = "bf16" if dtype is None else dtype
@@ -129,7 +95,9 @@ USUAL = (
 )
 
 
-def choose_usual(gpus: int, estimator: Estimator, phase: str, in_trainer: bool = False) -> tuple[Execution, Optimizer]:
+def choose_usual(
+    gpus: int, estimator: Estimator, phase: Phase, in_trainer: bool = False
+) -> tuple[Execution, Optimizer]:
     """What runs unless it is said: HF's code on one GPU and with LoRA, a training framework on several.
 
     HF's Trainer runs HF's code on several GPUs too, but keeps float32 weights there. No code of HF trains in fp8.

@@ -7,14 +7,12 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from flopcalc.base.errors import SpecError
-from flopcalc.base.vocabulary import Convention, PassDirection, RecordedPhase
+from flopcalc.base.vocabulary import Convention, PassDirection, RecordedAttention, RecordedPhase
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
 from flopcalc.core.workload.workload import Workload
-from flopcalc.prediction.adapters import find_adapter_table, is_adapter_cast
 from flopcalc.prediction.borrowed import (
-    EXPERTS,
     Borrowed,
     Outside,
     StandIn,
@@ -31,9 +29,11 @@ from flopcalc.prediction.recordings import (
     OUTSIDE,
     MissingSizeError,
     Scope,
+    find_adapter_table,
     find_call,
     find_file,
     find_language,
+    is_adapter_cast,
     is_on,
     list_features,
     list_sizes,
@@ -44,9 +44,9 @@ from flopcalc.prediction.recordings import (
     sign_outside,
     sign_switches,
 )
-from flopcalc.prediction.rows import find_shifted
-from flopcalc.prediction.trained_layers import NO_STATE, LayerState, find_states
+from flopcalc.prediction.rows import NO_STATE, LayerState, find_shifted, find_states
 
+_EXPERTS = ("olmoe", "model.layers", "mlp.experts")  # the type, layers and module whose operators other experts borrow
 _MISSING = ": this model has no"
 _UNCAST = (
     "autocast over float32 weights was not recorded for this model type: bf16 copies of weights, and float32 "
@@ -88,7 +88,11 @@ class Operators(NamedTuple):
 
 
 def list_operators(
-    estimator: Estimator, load: Workload, attention: str = "sdpa", dtype_bytes: int = 2, transformers: str = RECORDED
+    estimator: Estimator,
+    load: Workload,
+    attention: RecordedAttention = "sdpa",
+    dtype_bytes: int = 2,
+    transformers: str = RECORDED,
 ) -> Operators:
     """The operators of one step of HF's eager model: bytes of each, and what the host dispatches besides kernels.
 
@@ -158,7 +162,7 @@ class _Reader:
     """Joins a recording with a model's sizes, its recipe and a workload."""
 
     def __init__(
-        self, estimator: Estimator, load: Workload, attention: str, dtype_bytes: int, transformers: str
+        self, estimator: Estimator, load: Workload, attention: RecordedAttention, dtype_bytes: int, transformers: str
     ) -> None:
         self.estimator, self.load, self.attention, self.dtype_bytes = estimator, load, attention, dtype_bytes
         self.is_cast = estimator.formats.narrows_weights
@@ -179,11 +183,11 @@ class _Reader:
         if data is None or not any(key.startswith(f"{load.phase} ") for key in data["parts"]):
             self.stand_in = choose_stand_in(estimator.stages)
             where = "" if data is None else f" in phase {load.phase}"
-            data = load_file(self.stand_in.name)
-            self._note(f"operators of {name} were not recorded{where}: those of {self.stand_in.name} are used")
+            data = load_file(self.stand_in.type)
+            self._note(f"operators of {name} were not recorded{where}: those of {self.stand_in.type} are used")
             if data is None:
                 raise SpecError(
-                    f"{find_file(self.stand_in.name)} is missing, which stands in for {name!r}: the installation is "
+                    f"{find_file(self.stand_in.type)} is missing, which stands in for {name!r}: the installation is "
                     "incomplete, install flopcalc again"
                 )
         self.data: dict[str, Any] = data
@@ -300,7 +304,7 @@ class _Reader:
         if self.stand_in is None:
             modules = [(name, name, scope._replace(module=name)) for name in recorded[phase]]
         else:
-            modules = self._borrow(path, chain, signature, recorded[phase])
+            modules = self._borrow(self.stand_in, path, chain, recorded[phase])
         shifted = find_shifted(self.estimator, chain, state.weights, [module for _, module, _ in modules])
         for from_, module, own in modules:
             name = join(f"{path}.*", module) if path else module
@@ -333,20 +337,21 @@ class _Reader:
         if self.stand_in is not None:
             ahead = [*self._find_experts(phase), *ahead]
             behind = [*self._find_experts("train" if name in state.weights else "flow"), *behind]
-        self._add_table([row for row in ahead if row[0] == "f"], scope, module, group, count, False)
+        self._add_table(ahead, "f", scope, module, group, count)
         if phase != "train" or not self._has_gradient(path, name, state):
             return
-        self._add_table([row for row in behind if row[0] == "b"], scope, module, group, count, False)
+        self._add_table(behind, "b", scope, module, group, count)
         if is_again and state.flows:
-            self._add_table([row for row in ahead if row[0] == "f"], scope, module, group, count, True)
+            self._add_table(ahead, "f", scope, module, group, count, is_again=True)
 
     def _find_experts(self, phase: RecordedPhase) -> list[Any]:
         """The operators of recorded experts."""
-        data = load_file(EXPERTS.name)
+        kind, path, module = _EXPERTS
+        data = load_file(kind)
         if data is None:
             return []
-        layers = next(iter(data["parts"][f"{phase} sdpa"][EXPERTS.text].values()))
-        found: list[object] = data["blocks"][layers["*"]["mlp.experts"]]
+        layers = next(iter(data["parts"][f"{phase} sdpa"][path].values()))
+        found: list[object] = data["blocks"][layers["*"][module]]
         return found
 
     # --- a model that was not recorded --------------------------------------------------------------------------------
@@ -356,14 +361,16 @@ class _Reader:
             return path, signature
         if chain is None:
             return "", self._list_recorded("")[0]
-        group = next((stage.group for stage in self.estimator.stages if stage.path == path), "language")
         if any(op.kind == "product" for op in iterate(chain)):
             self._note(
                 f"layers of {path}: what their scans or selections of keys dispatch was not recorded; "
                 "they may take far longer"
             )
-        found = self.stand_in.find_path(group)
+        found = self.stand_in.find_roles(self._find_own_group(path)).path
         return found, choose_variant(self._list_recorded(found), chain)
+
+    def _find_own_group(self, path: str) -> str:
+        return next((stage.group for stage in self.estimator.stages if stage.path == path), "language")
 
     def _list_recorded(self, path: str) -> list[str]:
         """Signatures that were recorded under a path."""
@@ -371,33 +378,32 @@ class _Reader:
         return [self.data["signatures"][number] for number in numbers]
 
     def _borrow(
-        self, path: str, chain: Chain | None, signature: str, recorded: dict[str, int]
+        self, stand_in: StandIn, path: str, chain: Chain | None, recorded: dict[str, int]
     ) -> list[tuple[str, str, Scope]]:
         """The stand-in's modules, the model's own that get their operators, and the sizes of those."""
-        assert self.stand_in is not None
         call = find_call(self.load)
 
         def count_rows(op: Op) -> int:
             return op.rows.count(call, "full") * op.times
 
-        layers = {path: self._list_recorded(path)[0] for path in (self.stand_in.text, self.stand_in.vision) if path}
-        given = Outside(self.stand_in, self._list_recorded("")[0], layers, self.estimator.stages)
+        given = Outside(stand_in, self.estimator.stages)
         if chain is not None:
             has_cache = self.load.phase in ("prefill", "decode")
-            found = borrow_layer(signature, chain, self.widths[path], given.size(), count_rows, has_cache)
+            roles = stand_in.find_roles(self._find_own_group(path))
+            found = borrow_layer(roles, chain, self.widths[path], given.size(), count_rows, has_cache)
         else:
             found = borrow_outside(given, recorded, count_rows, self.features["tokens"])
         apart = _list_experts(chain)  # with operators of their own
         return [
-            (each.source, each.module, self._make_scope(each))
+            (each.source, each.module, self._make_scope(each, stand_in.places))
             for each in found
             if each.rows and each.module not in apart
         ]
 
-    def _make_scope(self, each: Borrowed) -> Scope:
+    def _make_scope(self, each: Borrowed, places: str) -> Scope:
         """The features and sizes of a borrowed module; what the stand-in runs over tokens or patches, over its rows."""
         features = {**self.features, "tokens": each.rows, "patches": each.rows}
-        if self.stand_in is not None and (places := self.stand_in.places):
+        if places:
             features |= {places: each.rows, f"{places}##2": each.pairs}
         if each.window and self.load.phase == "decode":  # a full window's cache: what it keeps, and with the new row
             rows, keys = self.load.rows, min(self.features["keys"], each.window)
@@ -454,10 +460,10 @@ class _Reader:
             group = self._find_group(path, name)
             table = find_adapter_table(self.estimator.formats, self.dtype_bytes)
             for again in (False, True) if is_again else (False,):
-                self._add_table([row for row in table if row[0] == "f"], scope, module, group, count, again)
+                self._add_table(table, "f", scope, module, group, count, is_again=again)
             if not is_train:
                 continue
-            self._add_table([row for row in table if row[0] == "b"], scope, module, group, count, False)
+            self._add_table(table, "b", scope, module, group, count)
             texts = ("f*rows*in", "f*rows*rank") if self.casts_adapters else ("x*rows*rank",)
             if self.casts_adapters and self.estimator.formats.autocast:  # brought back to the half-precision format
                 texts = ("x*rows*in", "x*rows*rank")
@@ -477,15 +483,18 @@ class _Reader:
         *,
         is_frozen: bool = False,
     ) -> None:
-        table = [row for row in self.data["blocks"][number] if row[0] == direction]
+        table = self.data["blocks"][number]
         if is_frozen:  # without its weights' gradients a norm's backward pass is another kernel
             table = [[way, kind + "_frozen" * (kind == "norm_backward"), *rest] for way, kind, *rest in table]
-        self._add_table(table, scope, module, group, count, is_again)
+        self._add_table(table, direction, scope, module, group, count, is_again=is_again)
 
-    def _add_table(self, table: list[Any], scope: Scope, module: str, group: str, count: int, is_again: bool) -> None:
+    def _add_table(
+        self, table: list[Any], direction: Literal["f", "b"], scope: Scope, module: str, group: str, count: int, *,
+        is_again: bool = False,
+    ) -> None:  # fmt: skip
         for letter, kind, many, reads, writes in table:
             is_sum = isinstance(many, str)  # then the bytes are of all calls together
-            calls = scope.evaluate(many) if is_sum else many
+            calls = (scope.evaluate(many) if is_sum else many) if letter == direction else 0
             if calls <= 0:  # what a loop does between two images, where there is one
                 continue
             try:

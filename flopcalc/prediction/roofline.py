@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.base.units import format_seconds
@@ -12,7 +13,7 @@ from flopcalc.core.formats.formats import count_cache_bytes
 from flopcalc.core.model.ops import Attend
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
-from flopcalc.prediction.build_work import count_calls, count_step_bytes, make_work
+from flopcalc.prediction.build_work import count_calls, count_step_bytes, find_decoding_call, make_work
 from flopcalc.prediction.execution_options import check_execution, find_kernel, match_dtype, settle
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import Attention, ProductCall
@@ -209,36 +210,25 @@ def _count_reads(estimator: Estimator, load: Workload, width: int) -> int:
             weights = whole * (row.parameters - row.inactive) // row.parameters
         owes_input = is_train and any(product.passes.input_gradient for product in row.products)
         total += weights * (1 + owes_input) * block.copies * count_calls(load)
-    if load.phase == "decode":
-        total += count_cache_bytes(estimator.formats, _count_cache(estimator, load))
-    return total
-
-
-def _count_cache(estimator: Estimator, load: Workload) -> int:
-    """Numbers that decoding reads from the cache: it grows by one position a call, so the mean of first and last."""
-    calls, total = count_calls(load), 0
-    first, last = _at_call(load, 0), _at_call(load, calls - 1)
-    for block, row, _ in estimator.rows(load, "model"):
-        op = row.op
-        if isinstance(op, Attend) and op.cache_rows is not None:
-            held = sum(op.cache_rows.count(each, "full") for each in (first, last))
-            total += (op.latent or op.cache) * block.copies * held * calls // 2
+    if load.phase == "decode":  # the cache grows by one position a call: the mean of the first and the last
+        calls = count_calls(load)
+        ends = [find_decoding_call(load, 0), find_decoding_call(load, calls - 1)]
+        total += count_cache_bytes(estimator.formats, _count_cached(estimator, load, ends) * calls // 2)
     return total
 
 
 def count_kept(estimator: Estimator, load: Workload) -> int:
     """Bytes of keys and values that a serving engine holds after a prompt, or after the last new token."""
-    last = _at_call(load, count_calls(load) - 1) if load.phase == "decode" else load
+    last = find_decoding_call(load, count_calls(load) - 1) if load.phase == "decode" else load
+    return count_cache_bytes(estimator.formats, _count_cached(estimator, load, [last]))
+
+
+def _count_cached(estimator: Estimator, load: Workload, calls: Sequence[Workload]) -> int:
+    """Numbers of keys and values that the cache holds at these calls, added up; of latent attention the latents."""
     total = 0
     for block, row, _ in estimator.rows(load, "model"):
         op = row.op
         if isinstance(op, Attend) and op.cache_rows is not None:
-            total += (op.latent or op.cache) * block.copies * op.cache_rows.count(last, "full")
-    return count_cache_bytes(estimator.formats, total)
-
-
-def _at_call(load: Workload, call: int) -> Workload:
-    """One new token, after those that earlier calls of the same step left in the cache."""
-    if load.decoder is not None:
-        return load.replace(decoder=_at_call(load.decoder, call))
-    return load.replace(seq=1, context=load.context + call)
+            held = sum(op.cache_rows.count(call, "full") for call in calls)
+            total += (op.latent or op.cache) * block.copies * held
+    return total

@@ -16,6 +16,7 @@ from flopcalc.base.spelling import spell
 from flopcalc.base.units import check_positive, format_bytes, format_seconds, read_number
 from flopcalc.base.vocabulary import CallKernel, Execution, Kernel, Optimizer, check_flag, check_word
 from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.notes import describe_inferred
 from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
@@ -29,7 +30,6 @@ from flopcalc.prediction.execution_options import (
     check_timed,
     choose_execution,
     describe_formats,
-    describe_inferred,
     find_kernel,
     match_dtype,
     settle_estimate,
@@ -98,7 +98,7 @@ class Prediction(NamedTuple):
     grid_g_per_kwh: float | None = None
     price: Rate | None = None
     sample: str = "samples"  # what a diffusion model's are
-    optimizer: str = ""  # of a training step
+    optimizer: Optimizer | None = None  # of a training step
 
     @property
     def energy(self) -> Energy | None:
@@ -134,7 +134,7 @@ class Prediction(NamedTuple):
             "dtype": self.dtype,
             "step_time_s": self.step_time_s._asdict(),
             "execution": self.execution,
-            "optimizer": self.optimizer or None,
+            "optimizer": self.optimizer,
             "routing": self.routing,
             "bound": self.bound,
             "device_s": self.device_s,
@@ -416,7 +416,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         routing=estimate.terms[0].estimator.routing_name,
         power=None if model is None else model.find(clock.find_shares(whole)),
         pause_s=settings.pause_s,
-        optimizer=settings.optimizer if estimate.terms[0].load.phase == "train" else "",
+        optimizer=settings.optimizer if estimate.terms[0].load.phase == "train" else None,
     )
 
 

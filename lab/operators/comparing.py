@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from flopcalc.base.vocabulary import RecordedAttention
 from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.hf.examples import Example, find_example
 from flopcalc.prediction.operators import list_operators
@@ -23,10 +24,11 @@ def add_up_both(
 ) -> tuple[Sums, Sums, tuple[str, ...]]:
     """What a trace shows, what is read from the file, and the reader's notes; attention may be "sdpa autocast" too."""
     kind, _, mode = attention.partition(" ")
-    return add_up(run(example, config, phase, kind, workload, mode == "autocast"), make_load(workload, phase), kind)
+    recorded: RecordedAttention = "eager" if kind == "eager" else "sdpa"
+    return add_up(run(example, config, phase, kind, workload, mode == "autocast"), make_load(workload, phase), recorded)
 
 
-def add_up(seen: Run, load: Workload, attention: str) -> tuple[Sums, Sums, tuple[str, ...]]:
+def add_up(seen: Run, load: Workload, attention: RecordedAttention) -> tuple[Sums, Sums, tuple[str, ...]]:
     """The same for a step that was traced."""
     bytes_ = {"x": 2, "f": 4, "l": 8, "i": 4, "o": 1}
     traced: Sums = defaultdict(lambda: [0, 0, 0])

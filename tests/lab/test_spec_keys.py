@@ -9,9 +9,9 @@ from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import SpecError, bind
 from flopcalc.base.data import list_data_files, load_toml
+from flopcalc.core.estimate.notes import describe_inferred
 from flopcalc.core.model.ops import Attend, Linear, Norm, Op, Pointwise, iterate
 from flopcalc.core.spec.spec import load_spec
-from flopcalc.prediction.execution_options import describe_inferred
 from flopcalc.prediction.rows import count_queries
 from flopcalc.prediction.tensor_parallel import find_sides
 from flopcalc.prediction.work import TensorSplit

@@ -9,7 +9,7 @@ import pytest
 import flopcalc
 from flopcalc.base.errors import ConfigError
 from flopcalc.core.estimate.counted import CountedEstimator
-from flopcalc.monitor.stage import cut_to_stage
+from flopcalc.monitor.model import cut_to_stage
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

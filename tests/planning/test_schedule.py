@@ -10,7 +10,8 @@ import pytest
 from flopcalc.api import plan
 from flopcalc.base.errors import FlopcalcError
 from flopcalc.planning.layout import Layout
-from flopcalc.planning.schedule import list_tasks, make_trace, run_schedule, save_trace
+from flopcalc.planning.schedule import list_tasks, run_schedule
+from flopcalc.report.perfetto import make_schedule, save_schedule
 
 
 @pytest.mark.parametrize(("pp", "virtual", "batches"), [(1, 1, 3), (4, 1, 8), (4, 1, 2), (4, 2, 8), (2, 5, 4)])
@@ -39,22 +40,22 @@ def test_idle_time_is_the_formulas(pp: int, virtual: int) -> None:
 def test_a_plans_trace(tmp_path: Path) -> None:
     found = plan("llama-3.1-8b", tokens="1B", device="h200", gpus=16, pp=4, tp=2, zero=1, micro_batch=1, virtual=1,
                  global_batch=16, top=1)  # fmt: skip
-    trace = make_trace(found)
+    trace = make_schedule(found)
     kinds = {event.get("cat") for event in trace["traceEvents"]}
     assert {"compute", "communication", "bubble", "gradients", "optimizer"} <= kinds
     ends = [event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert max(ends) / 1e6 == pytest.approx(found.best[0].step.seconds, rel=0.1)
     path = tmp_path / "plan.json"
-    save_trace(found, str(path))
+    save_schedule(found, str(path))
     assert json.loads(path.read_text(encoding="utf-8")) == trace
     with pytest.raises(FlopcalcError, match="cannot be written"):
-        save_trace(found, str(tmp_path / "no" / "plan.json"))
+        save_schedule(found, str(tmp_path / "no" / "plan.json"))
 
 
 def test_copies_to_the_host_are_in_the_trace() -> None:
     found = plan("llama-3.1-70b", tokens="1B", device="gb300", gpus=8, tp=1, pp=2, virtual=2, micro_batch=1, zero=2,
                  recompute="offload", global_batch=64, top=1)  # fmt: skip
-    ends = [event["ts"] + event["dur"] for event in make_trace(found)["traceEvents"] if event["ph"] == "X"]
+    ends = [event["ts"] + event["dur"] for event in make_schedule(found)["traceEvents"] if event["ph"] == "X"]
     assert max(ends) / 1e6 == pytest.approx(found.best[0].step.seconds, rel=0.01)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from presets import make_sizes
 from tiers import mark_heavy
 
 from flopcalc import bind
-from flopcalc.base.data import load_toml
+from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate, join
 from flopcalc.core.workload.workload import Workload, make_workload
@@ -80,6 +82,23 @@ def test_every_preset_without_a_recording_predicts_its_own_modules(name: str) ->
         estimate = estimator(1, phase=phase, **make_sizes(estimator, 64, 32))
         found = predict_estimate(estimate, device="h200", memory=False, advise=False)
         assert set(found.modules) - {"model", "optimizer"} <= list_modules(estimator)  # the whole model's own work
+
+
+def test_parts_of_stand_ins_are_recorded_modules() -> None:
+    stand_ins = load_toml(str(Path(find_data_dir()) / "stand_ins.toml"))
+    assert list(stand_ins) == ["decoder", "encoder", "tower", "seeing"]
+    for table in stand_ins.values():
+        recorded = load_file(table["type"])
+        assert recorded is not None
+        names = {sign.partition("[")[0] for text in recorded["signatures"] for sign in text.split()}
+        signs = {sign for text in recorded["signatures"] for sign in re.split(r"[ \[\]]", text)}
+        names |= {sign.partition(":")[2].partition("+")[0] for sign in signs}
+        for roles in table["layers"].values():
+            assert any(roles["path"] in stages for stages in recorded["parts"].values())
+            parts = [roles[name] for name in ("norm", "attend", "output", "function", "outer")]
+            assert {*parts, *roles["projections"], *roles["inner"]} <= names
+        for module in (module for modules in table["outside"].values() for module in modules):
+            assert any(module == name or module.endswith(f".{name}") for name in names if name)
 
 
 def hold_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from flopcalc import bind
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import Clock
-from flopcalc.prediction.fused_experts import FusedExperts, find_fused_experts
+from flopcalc.prediction.fused_kernels import FusedExperts, find_fused_experts
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import MemoryCall, Work

@@ -13,12 +13,14 @@ from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import BoundModel, find_architecture
 from flopcalc.core.model.heads import find_ending, has_unknown_head, is_same_class
-from flopcalc.core.model.ops import Attend, Linear, join
+from flopcalc.core.model.ops import Attend, Linear, Op, iterate, join
 from flopcalc.core.spec.aliases import MARK
 from flopcalc.core.workload.workload import Workload
 
 if TYPE_CHECKING:
     from flopcalc.hardware.kernels import KernelTable, TileTable
+
+_NAMED = 4  # ops that a note names
 
 
 def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> list[str]:
@@ -254,3 +256,36 @@ def describe_kernels(
             if found:
                 notes.append(f"tile padding of {found} product{'s' if found > 1 else ''} {source}")
     return notes
+
+
+def describe_inferred(estimator: Estimator) -> list[str]:
+    """Keys that a user's spec leaves out, and what was taken in their place."""
+    spec, notes = estimator.spec, []
+    found: dict[str, dict[str, Op]] = {}  # key -> name of an op -> the op
+    for chain in (chain for stage in estimator.stages for chain in stage.kinds):
+        for op in iterate(chain):
+            for key in op.inferred if op.name in spec.own_ops else ():
+                found.setdefault(key, {}).setdefault(op.name or op.kind, op)
+    for name, op in found.pop("kv_heads", {}).items():
+        assert isinstance(op, Attend)
+        notes.append(
+            f"{spec.file} says no kv_heads for {name}: {op.kv_heads} were inferred from the widths of its "
+            "projections; add kv_heads to the spec"
+        )
+    if found:
+        said = "; ".join(f"no {key} for {_list_names(list(names))}" for key, names in found.items())
+        notes.append(
+            f"{spec.file} says {said}: taken from the order of its ops; add what is wrong (docs/specs.md, Roles)"
+        )
+    stage = next((stage for stage in estimator.stages if stage.is_width_inferred), None)
+    if stage is not None:
+        notes.append(
+            f"{spec.file} says no width for {stage.path}, and has no dim d: {stage.width} was inferred from its first "
+            "op; add width to the stack"
+        )
+    return notes
+
+
+def _list_names(names: list[str]) -> str:
+    left = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + left

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from flopcalc.base.data import (
     ALIASES,
@@ -24,9 +24,46 @@ from flopcalc.base.files import MAX_TABLE_BYTES, read_text
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names, parse
-from flopcalc.core.spec.kinds import KINDS, check_kind
 from flopcalc.core.spec.merge import check_keys, find_parent, is_names
 from flopcalc.core.spec.spec import Spec, find_key, find_spec, load_spec
+
+# What a key of a kind must be, and whether a value is so. A rule may join several: "int|list".
+KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "int": ("a whole number", lambda value: is_whole(value)),
+    "number": ("a number", lambda value: is_number(value)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("a word", lambda value: isinstance(value, str)),
+    "table": ("an object", lambda value: isinstance(value, Mapping)),
+    "list": ("a list of whole numbers", lambda value: is_list(value, is_whole)),
+    "numbers": ("a list of numbers", lambda value: is_list(value, is_number)),
+    "bools": ("a list of true and false", lambda value: is_list(value, lambda entry: isinstance(entry, bool))),
+    "texts": ("a list of words", lambda value: is_list(value, lambda entry: isinstance(entry, str))),
+    "any list": ("a list", lambda value: isinstance(value, (list, tuple))),
+}
+
+
+def describe_kind(kind: str) -> str:
+    """'a whole number or an object' for "int|table"."""
+    return " or ".join(KINDS[each][0] for each in kind.split("|"))
+
+
+def check_kind(key: str, value: object, kind: str, where: str) -> None:
+    """A ConfigError where a key's value is of another kind."""
+    if not any(KINDS[each][1](value) for each in kind.split("|")):
+        raise ConfigError(f"{where}: {key} must be {describe_kind(kind)}, not {format_value(value)}")
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_list(value: object, is_entry: Callable[[object], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_entry, value))
+
 
 Config = dict[str, Any]
 MARK = "_alias"  # the key of a mapped config that names the alias it came through

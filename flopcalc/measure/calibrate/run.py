@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -22,11 +22,29 @@ from flopcalc.hardware.tables import (
 )
 from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine
 from flopcalc.measure.calibrate.provenance import has_gpu
-from flopcalc.measure.calibrate.suite import TABLES, finish_table, plan_table
-from flopcalc.measure.calibrate.tables import REPEATS, STATISTIC, SUITES
+from flopcalc.measure.calibrate.tables import REPEATS, STATISTIC, SUITES, Json, attention, counts, gemm, memory, steps
 from flopcalc.measure.jobs.runner import Job, Outcome, Progress, Result, run_jobs
 
-Json = dict[str, Any]
+# Table -> its jobs in a suite. In order of importance: a run that is cut short leaves the counts.
+TABLES: dict[str, Callable[[str], list[Job]]] = {
+    "counts": counts.plan,
+    "padding": counts.plan_padding,
+    "attention": attention.plan,
+    "gemm": gemm.plan,
+    "memory": memory.plan,
+    "steps": steps.plan,
+}
+
+
+def plan_table(table: str, suite: str) -> list[Job]:
+    return TABLES[table](suite)
+
+
+def finish_table(table: str, records: list[Json]) -> list[Json]:
+    """What can only be said with all rows at hand."""
+    return memory.finish(records) if table == "memory" else records
+
+
 TIME_TOLERANCE = 0.15
 _SAMPLE_ROWS = 6  # of a table, for a check
 

@@ -1,8 +1,8 @@
 """A step to run goes in; what the GPU's own counters saw comes out: tensor operations, DRAM bytes, cycles.
 
 CUPTI's Range Profiler, called through ctypes on the libcupti that torch ships. One user range, one pass: a
-training step is never replayed, so a set of counters that needs more than one pass is refused; `Rotation` takes
-such sets one after another over steps. Nothing stays enabled between two samples.
+training step is never replayed, so a set of counters that needs more than one pass is refused. Nothing stays enabled
+between two samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_size_t, c_uint8, c_uint16, c_uint32, c_void_p
-from itertools import cycle
 from typing import Any
 
 # Hopper's names. One multiply or one add is one operation, so a counter's sum is FLOPs as this project counts them.
@@ -292,7 +291,7 @@ class HardwareCounter:
         ).numOfPasses
         if passes != 1:
             raise CountersUnavailable(
-                f"{', '.join(counters)} need {passes} passes; a step is run once: take them apart (Rotation)"
+                f"{', '.join(counters)} need {passes} passes; a step is run once: count fewer of them at a time"
             )
         return config
 
@@ -383,37 +382,6 @@ class HardwareCounter:
                     self._lib.call("cuptiProfilerDeInitialize", _Plain)
 
     def __enter__(self) -> HardwareCounter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Rotation:
-    """Several sets of counters, one set a step in turn, for what does not fit one pass."""
-
-    def __init__(self, sets: Sequence[Sequence[str]]) -> None:
-        if not sets:
-            raise ValueError("a rotation needs at least one set of counters")
-        self._counters: list[HardwareCounter] = []
-        try:
-            for counters in sets:
-                self._counters.append(HardwareCounter(counters))
-        except BaseException:
-            self.close()
-            raise
-        self._turn = cycle(self._counters)
-
-    @contextmanager
-    def measure(self) -> Iterator[Sample]:
-        with next(self._turn).measure() as sample:
-            yield sample
-
-    def close(self) -> None:
-        for counter in self._counters:
-            counter.close()
-
-    def __enter__(self) -> Rotation:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,7 +20,7 @@ from flopcalc.base.files import write_whole
 from flopcalc.base.spelling import spell
 from flopcalc.measure.calibrate.provenance import describe_machine, has_gpu
 from flopcalc.measure.calibrate.tables import Bench, round_digits
-from flopcalc.measure.predictor.host_probe import make_probe
+from flopcalc.measure.predictor.host_calls import make_probe
 from flopcalc.prediction.kernels.constants import FOLDER, HOST_SCHEMA, load_measured, name_host_file
 
 Json = dict[str, Any]

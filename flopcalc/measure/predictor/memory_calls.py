@@ -13,24 +13,6 @@ from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 from flopcalc.measure.predictor.profiling import profile_step
 
 _REPEATS = 6
-_HEADS = [
-    (tokens, heads, dim) for tokens in (1024, 5000, 9000) for heads, dim in ((4, 128), (8, 64), (18, 128), (8, 256))
-]
-_TOKENS = [(512, 2, 1024), (2048, 8, 1024), (3000, 4, 2048), (4096, 8, 2048), (6700, 6, 2304), (5400, 2, 4096),
-           (8192, 4, 3072), (6000, 8, 4096)]  # fmt: skip
-# The same with numbers of experts.
-_ROUTED = [
-    (tokens, kept, width, experts)
-    for (tokens, kept, width), experts in zip(_TOKENS, (8, 64, 32, 128, 72, 16, 64, 256), strict=True)
-]
-_TINY = [(6, 2, 8, 4), (12, 2, 8, 4), (24, 2, 8, 4)]
-
-
-def list_sizes(is_tiny: bool) -> dict[str, list[list[int]]]:
-    """Tokens, heads and head dim of norms; tokens, experts of each, width and experts of a router's layers."""
-    heads, routed = (_TINY, _TINY) if is_tiny else (_HEADS, _ROUTED)
-    return {"heads": [list(each[:3]) for each in heads], "routed": [list(each) for each in routed]}
-
 
 Made = Iterator[tuple[str, int, int, Callable[[], Any]]]  # kind, bytes that it reads and writes, call
 

@@ -11,12 +11,17 @@ from flopcalc.base.vocabulary import Optimizer, Phase, Recompute
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.calibrate.tables import Bench, Json, counts, get_device, round_digits, summarize
 from flopcalc.measure.jobs.runner import Job
-from flopcalc.measure.predictor.host_calls import measure_units
-from flopcalc.measure.predictor.host_probe import make_probe
+from flopcalc.measure.predictor.host_calls import make_probe, measure_units
 from flopcalc.measure.predictor.narrow import MARK, is_narrow, narrow
-from flopcalc.measure.predictor.power_calls import SECONDS, list_power_rows, measure_power, meter
 from flopcalc.measure.predictor.profiling import profile_step
-from flopcalc.measure.predictor.single_calls import list_rows, measure_calls
+from flopcalc.measure.predictor.single_calls import (
+    SECONDS,
+    list_power_rows,
+    list_rows,
+    measure_calls,
+    measure_power,
+    meter,
+)
 
 # Models that the predictor is fitted on: preset, and how many of its layers are kept (text, vision).
 MODELS: dict[str, tuple[str, int, int]] = {

@@ -3,111 +3,46 @@
 Whole steps show few head dims, layers and expert shapes, each at few sizes. They show products at a clock that the
 power limit has lowered, and no memory layouts. Here one size changes at a time. A call's seconds are those
 of its kernels under the profiler, as in a profiled step: CUDA events around the call would include the gaps around it.
+
+Some calls are repeated for SECONDS under NVML's counter of energy, after a run-up, because a device at its power limit
+takes about a second to settle: they show watts that whole steps (runs.py) cannot keep apart.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.base.vocabulary import FUSED_KERNELS, CallMask, ProductDirection
 from flopcalc.hardware.tiles import DIRECTIONS
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 from flopcalc.measure.calibrate.tables.gemm import make_product
-from flopcalc.measure.predictor import adapter_calls, memory_calls
+from flopcalc.measure.predictor import memory_calls
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, read_grouped
+from flopcalc.measure.predictor.memory_calls import time_kernels
 from flopcalc.measure.predictor.profiling import profile_step
+from flopcalc.prediction.kernels.products import measure_narrow
 
 _REPEATS = 6
 _SWEPT_BYTES = 2**28  # written before each decoding call, more than any cache of the device holds
-# Batch, query heads, key heads, queries, keys.
-_SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
-    "causal": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
-        (1, 32, 8, 64), (1, 16, 8, 384), (8, 16, 2, 512), (1, 32, 32, 1024), (4, 32, 8, 1152), (1, 12, 2, 2048),
-        (4, 16, 8, 2048), (1, 32, 8, 4096), (1, 8, 8, 8192),
-    )],
-    # Causal, with attention dropout.
-    "dropout": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
-        (1, 16, 16, 64), (1, 16, 16, 384), (8, 16, 16, 512), (4, 32, 4, 1152), (1, 12, 12, 2048), (4, 16, 4, 2048),
-    )],
-    # Encoders of text, with attention dropout.
-    "dropped": [(batch, heads, heads, length, length) for batch, heads, length in (
-        (1, 12, 64), (32, 12, 64), (8, 16, 128), (64, 12, 128), (16, 16, 256), (48, 12, 384), (2, 12, 512),
-        (32, 16, 512), (4, 12, 1024),
-    )],
-    # Vision towers, with as many key heads as query heads: windows and whole images.
-    "full": [(batch, heads, heads, length, length) for batch, heads, length in (
-        (1, 16, 64), (1, 12, 256), (8, 16, 256), (1, 16, 577), (8, 12, 729), (1, 16, 1024), (4, 16, 1024),
-        (1, 16, 2300), (2, 16, 4096),
-    )],
-    "window": [(batch, heads, heads // 4, length, length) for batch, heads, length in (
-        (1, 32, 256), (1, 8, 1024), (4, 16, 1024), (1, 32, 2048), (4, 8, 2048), (1, 32, 4096), (1, 8, 8192),
-        # Lengths whose mask rows do not start on 16 bytes, some not even on 4.
-        (1, 32, 252), (1, 32, 1100), (2, 16, 1250), (4, 16, 1900), (1, 32, 2050), (4, 8, 601), (1, 8, 3001),
-    )],
-    # Towers that join all images to one sequence, with a mask that keeps them apart.
-    "apart": [(1, heads, heads, length, length) for heads, length in (
-        (16, 256), (4, 512), (16, 1152), (16, 2304), (8, 3456), (16, 4320), (16, 5400), (16, 8208),
-    )],
-    "decode": [(batch, heads, kv, 1, keys) for batch, heads, kv, keys in (
-        (1, 32, 8, 200), (16, 32, 8, 300), (16, 32, 32, 600), (3, 32, 8, 800), (4, 16, 2, 1000), (16, 12, 2, 2000),
-        (1, 32, 8, 4000), (16, 16, 8, 4000),
-    )],
-}  # fmt: skip
-# Head dims of queries and of values, and the masks that models with them use. Only a tower has 72; 192 and 128 are
-# those of multi-head latent attention.
-_DIMS = {
-    (64, 64): ("causal", "dropout", "full", "dropped", "window", "apart", "decode"),
-    (72, 72): ("full",),
-    (80, 80): ("causal", "full", "decode"),
-    (96, 96): ("causal", "window", "decode"),
-    (128, 128): ("causal", "dropout", "full", "dropped", "window", "decode"),
-    (256, 256): ("causal", "window", "decode"),
-    (192, 128): ("causal", "decode"),
-}
-# Experts, outputs, inputs of the up and down projections of Mixtral, Phi-3.5-MoE, Qwen1.5-MoE, OLMoE and Qwen3-MoE.
-_EXPERTS = [(8, 28672, 4096), (8, 4096, 14336), (16, 12800, 4096), (16, 4096, 6400), (60, 2816, 2048),
-            (60, 2048, 1408), (64, 2048, 2048), (64, 2048, 1024), (128, 1536, 2048), (128, 2048, 768)]  # fmt: skip
-_ROWS = [1, 4, 16, 64, 112, 200, 256, 512, 1024, 2048]  # per expert on average
-# Images, patches per image, width: some towers use a convolution's result in its own layout, channel by channel.
-_ACROSS = [(1, 64, 768), (1, 256, 768), (1, 256, 1152), (4, 256, 1152), (1, 729, 1152), (1, 1024, 1152),
-           (3, 1024, 1152), (1, 4096, 1152), (2, 4096, 1152), (4, 4096, 1152), (6, 4096, 1152)]  # fmt: skip
-
-# Outputs and inputs of linear layers that no model has: narrow to wide, with projections to few key heads, and heads
-# for vocabularies of 33,000 to 254,000. Row counts of real steps are often powers of two, which fill a device's tiles;
-# these are not. No two layers are each other's transpose and no row count is a width, because a profile does not show
-# which operand is transposed.
-_LAYERS = [(2304, 1920), (6656, 1920), (1920, 5632), (3328, 2816), (9728, 2816), (2816, 7680), (4608, 4352),
-           (1280, 4352), (12800, 4352), (4352, 11520), (6400, 5888), (18432, 5888), (5888, 16384), (9216, 8704),
-           (1152, 8704), (26624, 8704), (8704, 24576), (33280, 4352), (49920, 2816), (131584, 3328), (155648, 5888),
-           (253952, 2304)]  # fmt: skip
-_LAYER_ROWS = [1260, 2600, 4480, 5400, 6800, 7560, 9000]
 _LAYER_REPEATS = 3
 _REST_SHARE = 1.5  # pause after a product, in its own seconds, so that none lowers the clock of the next
 
 
 def list_rows(suite: str) -> dict[str, Json]:
     """Row of the journal -> what it measures: a head dim at all sizes, experts, adapters, layers and more."""
-    dims, sizes, experts, rows, across = _DIMS, _SIZES, _EXPERTS, _ROWS, _ACROSS
-    layers, layer_rows = _LAYERS, _LAYER_ROWS
-    if suite == "test":
-        dims = {(16, 16): tuple(_SIZES), (24, 16): ("causal",)}
-        sizes = {mask: [(1, 4, 2, 1 if mask == "decode" else 8, 8)] for mask in _SIZES}
-        experts, rows, across = [(4, 32, 16)], [1, 6], [(1, 6, 16), (2, 6, 16), (3, 6, 16)]
-        layers, layer_rows = [(32, 16), (24, 8)], [6, 12]
+    given = load_toml(os.path.join(find_data_dir(), "single_calls.toml"))["test" if suite == "test" else "full"]
     found: dict[str, Json] = {}
-    for (qk, v), masks in dims.items():
-        chosen = {mask: [list(size) for size in sizes[mask]] for mask in masks}
+    for qk, v, masks in given["dims"]:
+        chosen = {mask: given["sizes"][mask] for mask in masks}
         name = f"{qk}" if qk == v else f"{qk}-{v}"
         found[f"calls/attention/{name}"] = {"is_call": True, "qk": qk, "v": v, "sizes": chosen}
-    found["calls/experts"] = {"is_call": True, "experts": [list(each) for each in experts], "rows": rows}
-    found["calls/across"] = {"is_call": True, "across": [list(each) for each in across]}
-    found["calls/memory"] = {"is_call": True, "memory": memory_calls.list_sizes(suite == "test")}
-    found["calls/adapters"] = {"is_call": True, "adapters": adapter_calls.list_sizes(suite == "test")}
-    found["calls/products"] = {"is_call": True, "layers": [list(each) for each in layers], "rows": layer_rows}
-    return found
+    others = ("experts", "across", "memory", "adapters", "products")
+    return found | {f"calls/{name}": {"is_call": True, **given[name]} for name in others}
 
 
 def measure_calls(bench: Bench, row: Json) -> Json:
@@ -120,7 +55,7 @@ def measure_calls(bench: Bench, row: Json) -> Json:
     if "memory" in row:
         return memory_calls.measure_memory(bench, **row["memory"])
     if "adapters" in row:
-        return adapter_calls.measure_adapters(bench, **row["adapters"])
+        return _measure_adapters(bench, **row["adapters"])
     if "layers" in row:
         makers = [partial(_make_layer, bench, row["rows"], *each) for each in row["layers"]]
         return _measure(bench, makers, _LAYER_REPEATS)
@@ -293,3 +228,114 @@ def _deal(bench: Bench, copies: int, mean: int) -> Any:
     torch = bench.torch
     chosen = torch.randint(copies, (mean * copies,), generator=torch.Generator().manual_seed(mean))
     return torch.bincount(chosen, minlength=copies).cumsum(0).to(bench.device, torch.int32)
+
+
+SECONDS, RUN_UP_S = 2.0, 1.0
+# Rows, columns and depth of bf16 products: a large one, then few rows over many weights, as decoding has them.
+_PRODUCTS = ((8192, 8192, 8192), (512, 8192, 8192), (64, 16384, 8192), (16, 16384, 8192), (1, 16384, 8192))
+_COPIED = (1 << 31, 1 << 26)  # bytes
+# Query heads, heads of keys, head dim, sequences, queries of each, keys of each.
+_POWER_ATTENTION = ((32, 8, 128, 4, 4096, 4096), (32, 8, 128, 64, 1, 4096))
+
+
+def list_power_rows(is_tiny: bool) -> dict[str, Json]:
+    """Row of the journal -> the call whose watts it measures."""
+    shrink = 64 if is_tiny else 1
+    calls: list[tuple[str, tuple[int, ...]]] = [("rest", ())]
+    calls += [("product", size) for size in _PRODUCTS]
+    calls += [("copy", (size,)) for size in _COPIED]
+    calls += [("attention", size) for size in _POWER_ATTENTION]
+    rows: dict[str, Json] = {}
+    for kind, size in calls:
+        sizes = [max(1, number // shrink) for number in size]
+        name = "/".join(["power", kind, *(["x".join(map(str, sizes))] if sizes else [])])
+        rows[name] = {"power": kind, "sizes": sizes, "seconds": 0.01 if is_tiny else SECONDS}
+    return rows
+
+
+def measure_power(bench: Bench, row: Json) -> Json:
+    """The row with the call's FLOPs, bytes, seconds and watts; no watts where NVML does not count energy."""
+    flops, moved, call = _make_call(bench, row["power"], row["sizes"])
+    return {**row, "flops": flops, "bytes": moved, **meter(bench, call, row["seconds"])}
+
+
+def meter(bench: Bench, call: Callable[[], object], seconds: float) -> Json:
+    """Seconds, joules and watts of a call that is repeated without pause."""
+    gauge = bench.gauge
+    _repeat(bench, call, seconds * RUN_UP_S / SECONDS)
+    before_j = gauge.read_energy_j() if gauge is not None else None
+    start = time.perf_counter()
+    calls = _repeat(bench, call, seconds)
+    clock = gauge.read_clock_mhz() if gauge is not None else None
+    taken = time.perf_counter() - start
+    after_j = gauge.read_energy_j() if gauge is not None else None
+    joules = after_j - before_j if before_j is not None and after_j is not None else None
+    return {
+        "seconds": round_digits(taken / calls),
+        "repeats": calls,
+        "energy_j": round_digits(None if joules is None else joules / calls),
+        "power_w": round_digits(None if joules is None else joules / taken),
+        "sm_clock_mhz": clock,
+    }
+
+
+def _repeat(bench: Bench, call: Callable[[], object], seconds: float) -> int:
+    start, calls = time.perf_counter(), 0
+    while not calls or time.perf_counter() - start < seconds:
+        for _ in range(4):  # a queue that is never empty, and never long
+            call()
+        bench.synchronize()
+        calls += 4
+    return calls
+
+
+def _make_call(bench: Bench, kind: str, sizes: list[int]) -> tuple[int, int, Callable[[], Any]]:
+    """FLOPs and bytes of a call, and the call."""
+    torch = bench.torch
+    if kind == "rest":
+        return 0, 0, partial(time.sleep, 0.05)
+    if kind == "product":
+        m, n, k = sizes
+        left, right = bench.random(m, k), bench.random(k, n)
+        return 2 * m * n * k, 2 * (m * k + k * n + m * n), lambda: left @ right
+    if kind == "copy":
+        source = bench.random(max(1, sizes[0] // 2))
+        return 0, 2 * source.nbytes, partial(torch.empty_like(source).copy_, source)
+    heads, kv_heads, dim, batch, length, keys = sizes
+    query = bench.random(batch, heads, length, dim)
+    key, value = (bench.random(batch, kv_heads, keys, dim) for _ in range(2))
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, enable_gqa=True)
+    return 4 * batch * heads * length * keys * dim, 2 * key.nbytes + 2 * query.nbytes, attend
+
+
+# --- products of adapters in fp32, by their form: the rank is the depth, or a side of what comes out ------------------
+def _measure_adapters(bench: Bench, ranks: list[int], rows: list[int], widths: list[int]) -> Json:
+    """Seconds of each product's kernels."""
+    found: list[Json] = []
+    for rank in ranks:
+        for m in rows:
+            for width in widths:
+                bench.free()
+                for form, sizes, call in _make_products(bench, m, width, rank):
+                    moved, flops = measure_narrow(form, *sizes)
+                    seconds = round_digits(time_kernels(bench, call))
+                    found.append({"narrow": f"fp32 {form}", "bytes": moved, "flops": flops, "seconds": seconds})
+    return {"calls": found, "left_out": []}
+
+
+def _make_products(
+    bench: Bench, m: int, width: int, rank: int
+) -> Iterator[tuple[str, tuple[int, int, int], Callable[[], Any]]]:
+    """What autograd makes of both layers of an adapter: form, rows, depth and columns, call."""
+    torch = bench.torch
+    wide, narrow = (bench.random(m, size, dtype=torch.float32) for size in (width, rank))
+    first, second = (bench.random(*size, dtype=torch.float32) for size in ((rank, width), (width, rank)))
+    for form, left, right in (
+        ("down", wide, first.t()),
+        ("up", narrow, second.t()),
+        ("down", wide, second),
+        ("up", narrow, first),
+        ("grad", narrow.t(), wide),
+        ("down", wide.t(), narrow),
+    ):
+        yield form, (left.shape[0], left.shape[1], right.shape[1]), partial(torch.mm, left, right)

@@ -6,17 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.errors import SpecError, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.base.validate import FromOne, FromZero, Items, Keys, Positive, Rule, find_fault
+from flopcalc.base.vocabulary import HostPhase
 from flopcalc.hardware.tiles import TABLES
 from flopcalc.prediction.kernels.defaults import FORMER, DeviceDefaults, are_fitted, load_defaults
 
-Mode = Literal["train", "forward"]  # with gradients or without
-HostPhase = Literal["train", "forward", "decode"]
 FOLDER = "predictors"
 SCHEMA, HOST_SCHEMA = 4, 1
 

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flopcalc.base.number_formats import find_computed
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import Execution, Kernel, RecordedAttention
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Linear, Norm, Op, Pointwise, Stage, iterate, join
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
+from flopcalc.prediction.build_work import count_calls, find_decoding_call
 from flopcalc.prediction.kernels.defaults import load_defaults
 from flopcalc.prediction.operators import Operators, SavedTensor
 from flopcalc.prediction.tensor_parallel import count_chains, list_wide_saved
@@ -97,7 +98,7 @@ class Step:
         estimator: Estimator,
         load: Workload,
         dtype_bytes: int,
-        attention: str,
+        attention: Kernel | RecordedAttention,
         execution: Execution = "eager",
         input_bytes: int = 0,
         is_light: bool = False,
@@ -106,7 +107,7 @@ class Step:
         self.estimator = estimator
         self.load = load
         # In decoding the last call is the largest, and one call is there at a time.
-        self.call = _find_last_call(load) if load.phase == "decode" else load
+        self.call = find_decoding_call(load, count_calls(load) - 1) if load.phase == "decode" else load
         self.bytes = dtype_bytes
         self.input_bytes = input_bytes or dtype_bytes  # of what products keep of their inputs
         self.is_fused = execution != "eager"
@@ -115,7 +116,7 @@ class Step:
         self.expert_imbalance = expert_imbalance  # rows that experts get over the mean
         self.is_light = is_light and self.is_fused  # what norms and activation functions make is made again
         is_eager = attention == "eager" or (not self.is_fused and not estimator.spec.has_sdpa)
-        self.attention = "eager" if is_eager else "sdpa"
+        self.attention: RecordedAttention = "eager" if is_eager else "sdpa"
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
         self.values: dict[Sum, int] = {}
         # PEFT keeps adapters in float32 with a half-precision model.
@@ -539,13 +540,6 @@ class Step:
             return 2 * FLOAT * op.heads * placed[i].rows
         # Gradients of output and queries, of keys and values for every head; the queries' are added up in float32.
         return rows * op.heads * (self.bytes * (2 * op.v + 2 * op.qk) + FLOAT * op.qk)
-
-
-def _find_last_call(load: Workload) -> Workload:
-    """Of decoding token by token, the last call."""
-    if load.decoder is not None:
-        return load.replace(decoder=_find_last_call(load.decoder))
-    return load.replace(seq=1, context=load.context + load.seq - 1)
 
 
 def first_ops(stage: Stage) -> list[Op]:

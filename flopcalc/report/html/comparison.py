@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.units import format_flops, format_parameters
-from flopcalc.report.html.page import bullets, join, make_page, number, section, swatch, table
+from flopcalc.report.html.page import bullets, join, make_page, number, section, show_exact, show_flops, swatch, table
 from flopcalc.report.html.pictures import Bar, draw_bars
-from flopcalc.report.html.values import show_exact, show_flops
 
 Json = Mapping[str, Any]
 

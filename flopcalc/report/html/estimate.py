@@ -7,10 +7,23 @@ from typing import Any
 
 from flopcalc.base.units import format_amount, format_flops, format_parameters, format_rate, format_share
 from flopcalc.report.estimate import CONVENTION_WORDS, NOT_COUNTED
-from flopcalc.report.html.page import Html, beside, join, list_notes, make_page, number, section, swatch, table, tiles
+from flopcalc.report.html.page import (
+    Html,
+    beside,
+    join,
+    list_notes,
+    make_page,
+    number,
+    section,
+    show_code,
+    show_exact,
+    show_flops,
+    swatch,
+    table,
+    tiles,
+)
 from flopcalc.report.html.pictures import draw_treemap
 from flopcalc.report.html.treemap import Leaf, build_tree, find_groups
-from flopcalc.report.html.values import show_code, show_exact, show_flops
 
 Json = Mapping[str, Any]
 

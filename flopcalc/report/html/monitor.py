@@ -8,7 +8,7 @@ from typing import Any
 from flopcalc.base.units import format_parameters, format_rate, format_seconds
 from flopcalc.report.html.page import Html, bullets, join, make_page, number, paragraph, section, swatch, table, tiles
 from flopcalc.report.html.pictures import Bar, draw_bars, draw_curves
-from flopcalc.report.labels import METRICS, SHARES
+from flopcalc.report.monitor import METRICS, SHARES
 
 Json = Mapping[str, Any]
 Series = Sequence[tuple[float, float | None]]

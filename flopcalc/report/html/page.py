@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 
 from flopcalc._version import __version__
+from flopcalc.base.units import format_bytes, format_count, format_seconds
 
 # Fills of pictures. Each has a contrast of at least 3 with both backgrounds, and of 4.5 with the text on it.
 PALETTE = ("#4e8fd0", "#e0702a", "#3d9e6e", "#c9729f", "#b58a1b", "#a678c8", "#2f9ca6", "#d4686a", "#8d9196")
@@ -177,3 +178,28 @@ svg .curve{{stroke-width:2;fill:none}}
 .scroll{{overflow:visible}}figure,tr,.tiles div{{break-inside:avoid}}h2{{break-after:avoid}}
 svg,.swatch,.tiles div{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}
 """
+
+
+def show_flops(value: int | None) -> Html:
+    return number(value, format_count(value) if value else "0")
+
+
+def show_seconds(value: float | None) -> Html:
+    return number(value, "" if value is None else format_seconds(value))
+
+
+def show_bytes(value: int | None) -> Html:
+    return number(value, "" if value is None else format_bytes(value))
+
+
+def show_percent(value: float | None) -> Html:
+    return number(value, "" if value is None else f"{100 * value:.1f} %")
+
+
+def show_exact(value: int | None) -> Html:
+    return number(value, "" if value is None else f"{value:,}")
+
+
+def show_code(path: str) -> Html:
+    """A module's path, which may be broken at its dots."""
+    return element("code", join(path.split("."), ".<wbr>"))

@@ -15,10 +15,22 @@ from flopcalc.base.units import (
     format_tokens,
 )
 from flopcalc.base.vocabulary import name_part
-from flopcalc.report.html.page import Html, list_notes, make_page, number, paragraph, section, table, tiles
+from flopcalc.report.html.page import (
+    Html,
+    list_notes,
+    make_page,
+    number,
+    paragraph,
+    section,
+    show_bytes,
+    show_exact,
+    show_percent,
+    show_seconds,
+    table,
+    tiles,
+)
 from flopcalc.report.html.pictures import Bar, Spot, draw_bars, draw_points
 from flopcalc.report.html.prediction import draw_bytes, list_energy
-from flopcalc.report.html.values import show_bytes, show_exact, show_percent, show_seconds
 
 Json = Mapping[str, Any]
 _GIB = 1 << 30

@@ -16,12 +16,16 @@ from flopcalc.report.html.page import (
     number,
     paragraph,
     section,
+    show_bytes,
+    show_code,
+    show_exact,
+    show_percent,
+    show_seconds,
     swatch,
     table,
     tiles,
 )
 from flopcalc.report.html.pictures import Bar, draw_bars, draw_stack
-from flopcalc.report.html.values import show_bytes, show_code, show_exact, show_percent, show_seconds
 
 Json = Mapping[str, Any]
 

@@ -6,9 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.units import format_bytes, format_flops, format_seconds
-from flopcalc.report.html.page import Html, bullets, list_notes, make_page, number, section, table, tiles
+from flopcalc.report.html.page import (
+    Html,
+    bullets,
+    list_notes,
+    make_page,
+    number,
+    section,
+    show_bytes,
+    show_exact,
+    table,
+    tiles,
+)
 from flopcalc.report.html.pictures import Bar, draw_bars
-from flopcalc.report.html.values import show_bytes, show_exact
 
 Json = Mapping[str, Any]
 Grid = tuple[Sequence[str], Sequence[Sequence[str]]]  # headers and cells

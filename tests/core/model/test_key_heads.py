@@ -11,12 +11,12 @@ from presets import MODELS
 
 from flopcalc import SpecError, bind, plan, predict
 from flopcalc.base.data import list_data_files, load_toml
+from flopcalc.core.estimate.notes import describe_inferred
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Chain, Op, Stage
 from flopcalc.core.spec.spec import Spec, keeps_keys, load_spec
 from flopcalc.core.workload.sums import Expression
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.prediction.execution_options import describe_inferred
 
 PRESETS = [name for name, path in MODELS.items() if "alias" not in load_toml(path)]
 # Config keys that say how many heads of keys and values a layer has, by hand: the first that is there counts.

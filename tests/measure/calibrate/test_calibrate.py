@@ -19,7 +19,7 @@ from flopcalc.base.errors import CalibrationError, DeviceError
 from flopcalc.cli import main
 from flopcalc.hardware import tables as calibration
 from flopcalc.hardware.tables import TableShape, load_table
-from flopcalc.measure.calibrate import probe, suite
+from flopcalc.measure.calibrate import probe
 from flopcalc.measure.calibrate import run as module
 from flopcalc.measure.calibrate.run import calibrate, check
 from flopcalc.measure.jobs.runner import RunnerError
@@ -201,7 +201,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plans_are_torch_free_and_their_rows_json() -> None:
     code = (
-        "import sys, json\nfrom flopcalc.measure.calibrate.suite import TABLES, plan_table\n"
+        "import sys, json\nfrom flopcalc.measure.calibrate.run import TABLES, plan_table\n"
         "print(json.dumps({s: {t: sum(len(j.rows) for j in plan_table(t, s)) for t in TABLES} for s in "
         "('quick', 'full', 'test')}))\nassert 'torch' not in sys.modules and 'click' not in sys.modules"
     )
@@ -219,11 +219,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.
     settle_bf16()
     out = tmp_path_factory.mktemp("tables")
     found = {}
-    for table in suite.TABLES:
+    for table in module.TABLES:
         if table in ("counts", "steps"):
-            jobs = [job for job in suite.plan_table(table, "test") if job.id.endswith(("llama", "qwen2_5_vl"))]
+            jobs = [job for job in module.plan_table(table, "test") if job.id.endswith(("llama", "qwen2_5_vl"))]
         else:
-            jobs = suite.plan_table(table, "test")
+            jobs = module.plan_table(table, "test")
         records: list[Json] = []
         for job in jobs:
             name, _, function = job.call.partition(":")
@@ -231,7 +231,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.
             for row in job.rows.values():
                 data = run(json.loads(json.dumps(row)))
                 records += data if isinstance(data, list) else [data]
-        records = suite.finish_table(table, json.loads(json.dumps(records)))
+        records = module.finish_table(table, json.loads(json.dumps(records)))
         found[table] = load_table(calibration.save_table(str(out), table, ABOUT, records))
     return found
 

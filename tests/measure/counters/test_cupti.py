@@ -186,7 +186,7 @@ def test_counters_that_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_passes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, passes=2)
-    with pytest.raises(cupti.CountersUnavailable, match=r"need 2 passes.*Rotation"):
+    with pytest.raises(cupti.CountersUnavailable, match=r"need 2 passes.*fewer of them"):
         cupti.HardwareCounter([cupti.TENSOR_COUNTERS["fp16"]])
     assert fake.short()[-2:] == CLOSED
     assert "Enable" not in fake.short()
@@ -246,48 +246,6 @@ def test_a_failed_start_gives_the_profiler_back(function: str, closed: bool, mon
         cupti.HardwareCounter()
     assert ("ProfilerDeInitialize" in fake.short()) == closed
     assert not cupti._open
-
-
-def test_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = install(monkeypatch)
-    rotation = cupti.Rotation([[BF16], [cupti.DRAM_COUNTER]])
-    seen = []
-    for _ in range(3):
-        with rotation.measure() as sample:
-            pass
-        seen += list(sample.values)
-    assert seen == [BF16, cupti.DRAM_COUNTER, BF16]
-    rotation.close()
-    rotation.close()
-    assert fake.short().count("ProfilerHostDeinitialize") == 2
-    assert fake.short()[-2:] == CLOSED
-    assert fake.short().count("ProfilerDeInitialize") == 1
-
-
-def test_rotation_as_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = install(monkeypatch)
-    with pytest.raises(KeyError), cupti.Rotation([[BF16]]) as rotation, rotation.measure():
-        raise KeyError
-    assert fake.short()[-2:] == CLOSED
-    with pytest.raises(ValueError, match="at least one set"):
-        cupti.Rotation([])
-
-
-def test_a_rotation_that_cannot_start_frees_its_first_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = install(monkeypatch)
-    made: list[Any] = []
-    initialize = cupti.HardwareCounter.__init__
-
-    def fail_second(self: Any, counters: Any = None) -> None:
-        if made:
-            raise cupti.CountersUnavailable("second")
-        made.append(self)
-        initialize(self, counters)
-
-    monkeypatch.setattr(cupti.HardwareCounter, "__init__", fail_second)
-    with pytest.raises(cupti.CountersUnavailable, match="second"):
-        cupti.Rotation([[BF16], [BF16]])
-    assert fake.short()[-2:] == CLOSED
 
 
 # --- The library itself -----------------------------------------------------------------------------------------

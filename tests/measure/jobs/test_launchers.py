@@ -15,10 +15,10 @@ import pytest
 import runner_jobs
 from runner_jobs import LIMIT_S, read_pids, wait_gone, wait_until
 
-from flopcalc.measure.jobs import gpus, launchers
-from flopcalc.measure.jobs.gpus import LauncherError, make_environments
+from flopcalc.measure.calibrate.provenance import count_gpus
+from flopcalc.measure.jobs import launchers
 from flopcalc.measure.jobs.job import Job, Result
-from flopcalc.measure.jobs.launchers import Local, make_launcher
+from flopcalc.measure.jobs.launchers import LauncherError, Local, make_environments, make_launcher
 from flopcalc.measure.jobs.runner import run_jobs
 
 Json = dict[str, Any]
@@ -95,7 +95,7 @@ class FakeNvml(SimpleNamespace):
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
     """As many as CUDA counts."""
-    monkeypatch.setattr(gpus, "count_gpus", lambda: count)
+    monkeypatch.setattr(launchers, "count_gpus", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -206,9 +206,9 @@ def test_each_process_gets_its_gpu_and_its_threads(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_filled_and_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if gpus.count_gpus() == 0:
+    if count_gpus() == 0:
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(gpus, "_is_busy", lambda *_: False)
+    monkeypatch.setattr(launchers, "_is_busy", lambda *_: False)
     shares = {"before": 0.0, "half": 0.5, "too much": 1.1, "after": 0.0}
     jobs = [make_job(name, "fill_device", tmp_path, share=share) for name, share in shares.items()]
     results = {r.job: r for r in run_jobs(jobs, str(tmp_path / "run"), launcher=Local(1, "cuda")).results}

@@ -18,7 +18,7 @@ from flopcalc.base.data import find_data_dir, list_data_files
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.hf.models import build_model, count_parameters
-from flopcalc.measure.predictor import host_probe as probe
+from flopcalc.measure.predictor import host_calls as probe
 from flopcalc.measure.predictor import runs
 from flopcalc.measure.predictor.fit.cases import ModelledCase, make_machine, model_cases
 from flopcalc.measure.predictor.fit.host import is_device_slow

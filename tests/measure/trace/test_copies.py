@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flopcalc.base.errors import WorkloadError
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.copies import copy_to_meta, run_counted
-from flopcalc.measure.trace.fakes import FakeCopy
-from flopcalc.measure.trace.kernels import without_kernels
+from flopcalc.measure.trace.fakes import FakeCopy, without_kernels
 from flopcalc.monitor.instruments import sign
 
 

@@ -1,39 +1,27 @@
-"""The device's clock: how far the power limit lowers it, the gaps between kernels, and what a compiler leaves over."""
+"""The device's clock (how far the power limit lowers it, gaps, what a compiler leaves over), and the power it draws."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from scipy.optimize import brentq
 
 from flopcalc.hardware.tiles import ALIGNED
 from flopcalc.measure.operator_kinds import classify
-from flopcalc.measure.predictor.fit.cases import ModelledCase, change_constants, make_machine, run_clock
-from flopcalc.measure.predictor.fit.choices import (
-    MAX_HOST_SHARE,
-    MAX_OPTIMIZER_SHARE,
-    MAX_SPREAD,
-    MIN_BUSY_SHARE,
-    MIN_LARGE_PRODUCT_S,
-    MIN_RATE,
-    MIN_SLOWDOWN_STEPS,
-    NO_POWER_LIMIT,
-    ROUNDED_ERROR,
-    SLOWDOWN_STARTS,
-    START_GAPS_S,
-    START_POWER,
-)
+from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, change_constants, make_machine, run_clock
+from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operators, read_moved, read_points
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
 from flopcalc.prediction.clock import add_up
-from flopcalc.prediction.host_time import name_mode
-from flopcalc.prediction.kernels.constants import CompiledConstants, Constants
+from flopcalc.prediction.kernels.constants import CompiledConstants, Constants, Provenance, WattsConstants, WattsShares
 from flopcalc.prediction.kernels.machine import Machine, slow_down
 from flopcalc.prediction.kernels.memory_bound import STREAMED
 from flopcalc.prediction.kernels.products import ProductShape, time_shape
+from flopcalc.prediction.timeline import name_mode
+from flopcalc.prediction.watts import Shares, draw_power
 
 
 # --- Kernels at the full clock ----------------------------------------------------------------------------------------
@@ -62,7 +50,7 @@ def fit_slowdown(cases: Sequence[ModelledCase], constants: Constants) -> tuple[l
     shape = ProductShape(*constants["products"]["shape"])
     ratios: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
     for each, rate in zip(cases, rates, strict=True):
-        if rate > MIN_RATE:
+        if rate > CHOICES.min_rate:
             for name, ratio in _compare_passes(each, shape, machine.tiles).items():
                 ratios[name].append((rate, ratio))
     return rates, {name: _fit_line(points) for name, points in ratios.items()}
@@ -79,7 +67,7 @@ def _compare_passes(each: ModelledCase, shape: ProductShape, tiles: str) -> dict
     """Pass -> measured over predicted seconds of its large products."""
     sums: dict[str, list[float]] = {}
     for point in read_points([each]).products:
-        if point.seconds > MIN_LARGE_PRODUCT_S and point.size.find_step() == ALIGNED:
+        if point.seconds > CHOICES.min_large_product_s and point.size.find_step() == ALIGNED:
             both = sums.setdefault("forward" if point.direction == "forward" else "backward", [0.0, 0.0])
             both[0] += point.seconds * point.calls
             both[1] += time_shape(shape, point.size, tiles) * point.calls
@@ -88,11 +76,11 @@ def _compare_passes(each: ModelledCase, shape: ProductShape, tiles: str) -> dict
 
 def _fit_line(points: Sequence[tuple[float, float]]) -> Slowdown:
     """The start with the least sum of errors; for each start, the line is that of least squares."""
-    if len(points) < MIN_SLOWDOWN_STEPS:
+    if len(points) < CHOICES.min_slowdown_steps:
         return STEADY
 
     best, fitted = math.inf, STEADY
-    for start in SLOWDOWN_STARTS:
+    for start in (percent / 100 for percent in range(*CHOICES.slowdown_starts)):
         usual, slope = solve_nonnegative([((1.0, max(0.0, rate - start)), ratio) for rate, ratio in points])
         if not usual:
             continue
@@ -144,14 +132,16 @@ def fit_gaps_and_power(cases: Sequence[ModelledCase], constants: Constants) -> t
     machine = make_machine(constants)
     steps = [step for each in cases if (step := read_bound_step(each, machine))]
     if not steps:
-        return dict(START_GAPS_S), list(NO_POWER_LIMIT)
-    modes = list(START_GAPS_S)
+        return dict(CHOICES.start_gaps_s), list(CHOICES.no_power_limit)
+    modes = list(CHOICES.start_gaps_s)
 
     def list_errors(values: Sequence[float]) -> list[float]:
         power, gaps = values[:2], values[2:]
         return [math.log(step.predict(power, gaps[modes.index(step.mode)]) / step.seconds) for step in steps]
 
-    values = round_digits(fit_positive(list_errors, (*START_POWER, *START_GAPS_S.values()), ROUNDED_ERROR))
+    values = round_digits(
+        fit_positive(list_errors, (*CHOICES.start_power, *CHOICES.start_gaps_s.values()), CHOICES.rounded_error)
+    )
     return dict(zip(modes, values[2:], strict=True)), values[:2]
 
 
@@ -159,17 +149,17 @@ def read_bound_step(each: ModelledCase, machine: Machine) -> BoundStep | None:
     """A step that the device bounds beyond doubt, because it was busy nearly all of the time; None for others."""
     case, mode = each.case, name_mode(each.case["phase"])
     is_plain = not case["compiled"] and case["phase"] != "decode" and case["recompute"] == "none"
-    if not is_plain or case["spread"] > MAX_SPREAD or not each.work.is_recorded:
+    if not is_plain or case["spread"] > CHOICES.max_spread or not each.work.is_recorded:
         return None
     clock = run_clock(each, machine)
     totals = add_up(clock.pieces)
-    if totals.optimizer > MAX_OPTIMIZER_SHARE * totals.seconds:
+    if totals.optimizer > CHOICES.max_optimizer_share * totals.seconds:
         return None
     pace = case["probe_s"] / machine.constants["probe_s"][mode] if "probe_s" in case else 1.0
     if "busy_us" in case:
-        is_bound = case["busy_us"] * 1e-6 > MIN_BUSY_SHARE * case["seconds"]
+        is_bound = case["busy_us"] * 1e-6 > CHOICES.min_busy_share * case["seconds"]
     else:
-        is_bound = clock.host_s() * pace < MAX_HOST_SHARE * clock.device_s()
+        is_bound = clock.host_s() * pace < CHOICES.max_host_share * clock.device_s()
     if not is_bound:
         return None
     idle_s = clock.step_s(pace) - clock.device_s()  # until the host has queued the first kernel
@@ -210,3 +200,64 @@ def _find_share(each: ModelledCase, machine: Machine) -> float:
 
 def _set_share(machine: Machine, share: float) -> Machine:
     return change_constants(machine, compiled={"moved": share, "launch_s": 0.0})
+
+
+class PowerPoint(NamedTuple):
+    """How busy a device was, and the share of its limit that it drew."""
+
+    name: str  # of the model or call, to leave it out
+    shares: Shares
+    drawn: float
+
+
+def read_steps(cases: Iterable[ModelledCase], machine: Machine, limit_w: float) -> list[PowerPoint]:
+    """Measured steps with their joules, over the time that they took."""
+    points = []
+    for each in cases:
+        case = each.case
+        if case.get("energy_j"):
+            seconds = case.get("mean_s") or case["seconds"]
+            shares = run_clock(each, machine, compiled=case["compiled"]).find_shares(seconds)
+            points.append(PowerPoint(case["model"], shares, case["energy_j"] / seconds / limit_w))
+    return points
+
+
+def read_calls(records: Iterable[Json], machine: Machine, limit_w: float) -> list[PowerPoint]:
+    """Single calls and the device at rest, whose name is `rest`."""
+    points = []
+    for record in records:
+        if "flops" in record and record.get("power_w"):
+            flops, moved = record["flops"] / record["seconds"], record["bytes"] / record["seconds"]
+            running = float(record["power"] != "rest")
+            shares = Shares(flops / machine.peak, moved / machine.bandwidth, running)
+            points.append(PowerPoint(record["power"], shares, record["power_w"] / limit_w))
+    return points
+
+
+def fit_points(points: Sequence[PowerPoint], idle: float) -> WattsShares:
+    """The coefficients with the least sum of relative errors."""
+    drawn = [point for point in points if point.name != "rest"]
+
+    def list_errors(values: Sequence[float]) -> list[float]:
+        running, compute, memory = values
+        return [math.log(draw_power((idle, running, compute, memory), point.shares) / point.drawn) for point in drawn]
+
+    running, compute, memory = round_digits(
+        fit_positive(list_errors, CHOICES.start_watts, CHOICES.watts_rounded_error), 4
+    )
+    return {"idle": round_digits([idle], 4)[0], "running": running, "compute": compute, "memory": memory}
+
+
+def fit_watts(
+    cases: Iterable[ModelledCase], records: Iterable[Json], machine: Machine, provenance: Provenance
+) -> WattsConstants | None:
+    """The coefficients of this machine; None where NVML did not count energy, or too little was measured."""
+    limit_w = provenance.get("power_limit_w") or machine.device.tdp_w
+    if not limit_w:
+        return None
+    calls = read_calls(records, machine, limit_w)
+    rests = [point.drawn for point in calls if point.name == "rest"]
+    points = [*read_steps(cases, machine, limit_w), *calls]
+    if not rests or len(points) < CHOICES.min_watts_rows:
+        return None
+    return {**fit_points(points, min(rests)), "limit_w": limit_w}

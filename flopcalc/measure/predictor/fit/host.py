@@ -6,20 +6,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from flopcalc.base.vocabulary import HOST_PHASES, HostPhase
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, change_constants, make_machine, run_clock
-from flopcalc.measure.predictor.fit.choices import (
-    CALL_STEP_S,
-    FACTOR_STEP,
-    HOST_PHASES,
-    MAX_DEVICE_SHARE,
-    PACE_ROUNDS,
-    PULLS,
-)
+from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_call_and_factor, solve_nonnegative
 from flopcalc.prediction.build_work import count_calls
-from flopcalc.prediction.host_time import count_kept, find_unit, name_factor, name_mode, name_phase
-from flopcalc.prediction.kernels.constants import Constants, HostPhase
+from flopcalc.prediction.kernels.constants import Constants
 from flopcalc.prediction.kernels.machine import Machine
+from flopcalc.prediction.timeline import count_kept, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.work import Work
 
 
@@ -77,9 +71,9 @@ def fit_paces(steps: Sequence[HostStep], constants: Constants) -> dict[HostPhase
     found: dict[HostPhase, list[float]] = {}
     for each, seconds in steps:
         clock, pace = run_clock(each, machine), 1.0
-        if clock.device_s() > MAX_DEVICE_SHARE * clock.host_s():
+        if clock.device_s() > CHOICES.max_device_share * clock.host_s():
             continue
-        for _ in range(PACE_ROUNDS):
+        for _ in range(CHOICES.pace_rounds):
             pace *= seconds / clock.step_s(pace, constants["probe_s"][name_mode(each.case["phase"])])
         found.setdefault(name_phase(each.load.phase), []).append(pace)
     return {phase: statistics.median(paces) for phase, paces in found.items()}
@@ -104,7 +98,7 @@ def fit_checkpoints(steps: Sequence[HostStep], larger: Iterable[ModelledCase], c
         clock = run_clock(each, machine)
         rest_s = seconds - clock.step_s(1.0, pause_s)
         counts = count_checkpoints(each.work)
-        if min(rest_s, *counts) > 0 and clock.device_s() < MAX_DEVICE_SHARE * clock.host_s():
+        if min(rest_s, *counts) > 0 and clock.device_s() < CHOICES.max_device_share * clock.host_s():
             rows.append((counts, rest_s))
     if not rows:
         return [0.0, 0.0]
@@ -125,7 +119,7 @@ def count_checkpoints(work: Work) -> tuple[float, float]:
 
 # --- Model types ------------------------------------------------------------------------------------------------------
 def fit_types(
-    steps: Sequence[HostStep], constants: Constants, pulls: tuple[float, float] = PULLS
+    steps: Sequence[HostStep], constants: Constants, pulls: tuple[float, float] = CHOICES.pulls
 ) -> dict[str, dict[str, list[float]]]:
     """Model type -> phase -> seconds of a call, and the factor of its operators' usual host time.
 
@@ -165,7 +159,7 @@ def _name_factors(name: str, found: list[float], *, is_alone: bool) -> dict[str,
 def is_device_slow(each: ModelledCase, machine: Machine) -> bool:
     """Whether the device has so much to do that the step says little about the host."""
     clock = run_clock(each, machine)
-    return clock.device_s() > MAX_DEVICE_SHARE * clock.host_s()
+    return bool(clock.device_s() > CHOICES.max_device_share * clock.host_s())
 
 
 def _split_seconds(
@@ -179,7 +173,7 @@ def _split_seconds(
         types = {each.work.model_type: {**known, **_name_factors(name, [call_s, factor], is_alone=is_alone)}}
         return run_clock(each, change_constants(machine, host={**host, "types": types})).step_s(1.0, pause_s)
 
-    usual_s = predict(CALL_STEP_S, 1.0)
-    calls = (predict(2 * CALL_STEP_S, 1.0) - usual_s) / CALL_STEP_S
-    operators = (predict(CALL_STEP_S, 1.0 + FACTOR_STEP) - usual_s) / FACTOR_STEP
-    return (calls, operators), seconds - (usual_s - CALL_STEP_S * calls - operators)
+    usual_s = predict(CHOICES.call_step_s, 1.0)
+    calls = (predict(2 * CHOICES.call_step_s, 1.0) - usual_s) / CHOICES.call_step_s
+    operators = (predict(CHOICES.call_step_s, 1.0 + CHOICES.factor_step) - usual_s) / CHOICES.factor_step
+    return (calls, operators), seconds - (usual_s - CHOICES.call_step_s * calls - operators)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from flopcalc.measure.operator_kinds import classify
 from flopcalc.measure.predictor.fit.cases import ModelledCase
-from flopcalc.measure.predictor.fit.choices import BINS_PER_OCTAVE, MIN_CURVE_POINTS
+from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.measure.predictor.fit.points import MovedPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_nonnegative
 from flopcalc.prediction.kernels.defaults import load_defaults
@@ -30,7 +30,7 @@ def fit_curves(points: Sequence[MovedPoint]) -> dict[str, list[list[float]]]:
     found: dict[str, list[list[float]]] = {
         kind: [[round(size), float(f"{seconds:.4g}")] for size, seconds in fit_curve(group)]
         for kind, group in sorted(groups.items())
-        if len(group) >= MIN_CURVE_POINTS
+        if len(group) >= CHOICES.min_curve_points
     }
     if MASKED in found and "pointwise_strided" in found:
         found[MASKED] = extend_down(found[MASKED], found["pointwise_strided"])
@@ -47,7 +47,7 @@ def fit_curve(points: Sequence[MovedPoint]) -> list[tuple[float, float]]:
     """The median seconds of each half octave of bytes; more bytes never take fewer seconds."""
     bins: dict[int, list[MovedPoint]] = {}
     for point in points:
-        bins.setdefault(round(BINS_PER_OCTAVE * math.log2(max(point.bytes, 1))), []).append(point)
+        bins.setdefault(round(CHOICES.bins_per_octave * math.log2(max(point.bytes, 1))), []).append(point)
     curve = []
     for group in bins.values():
         seconds_per_byte = _find_weighted_median(

@@ -11,7 +11,7 @@ from flopcalc.base.vocabulary import FUSED_KERNELS, CallMask, FusedKernel, PassD
 from flopcalc.hardware.tiles import ProductSize
 from flopcalc.measure.operator_kinds import classify
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
-from flopcalc.measure.predictor.fit.choices import MIN_ROWS_PER_EXPERT, SINGLE_CALL_WEIGHT
+from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.prediction.kernels.memory_bound import find_size
 from flopcalc.prediction.moe_versions import MASKED
 from flopcalc.prediction.work import Work
@@ -133,7 +133,7 @@ def read_points(cases: Iterable[ModelledCase]) -> Points:
             kind = classify(operator.name)
             if "grouped_mm" in operator.name:
                 grouped = GroupedPoint(*read_grouped(operator.is_backward, operator.sizes), operator.seconds)
-                if grouped.m >= MIN_ROWS_PER_EXPERT * grouped.experts:
+                if grouped.m >= CHOICES.min_rows_per_expert * grouped.experts:
                     points.grouped.append(grouped)
             elif kind == "product":
                 if product := _read_product(operator, rows, weights):
@@ -272,7 +272,9 @@ def read_single_calls(calls: Sequence[Json]) -> Points:
     """Calls that were timed for the predictor, and rows of the table attention."""
     return Points(
         [
-            ProductPoint(call["direction"], call["m"], call["n"], call["k"], call["seconds"], SINGLE_CALL_WEIGHT)
+            ProductPoint(
+                call["direction"], call["m"], call["n"], call["k"], call["seconds"], CHOICES.single_call_weight
+            )
             for call in calls
             if "m" in call and "copies" not in call
         ],

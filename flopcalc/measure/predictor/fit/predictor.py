@@ -9,15 +9,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from flopcalc.base.errors import CalibrationError
 from flopcalc.base.files import write_whole
 from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import HOST_PHASES
 from flopcalc.hardware.devices import find_device
 from flopcalc.hardware.tiles import find_tiles
-from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, make_machine, model_cases
-from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
+from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.measure.predictor.fit.clock import (
     fit_compiled,
     fit_gaps_and_power,
     fit_slowdown,
+    fit_watts,
     scale_to_full_clock,
 )
 from flopcalc.measure.predictor.fit.host import (
@@ -31,8 +32,7 @@ from flopcalc.measure.predictor.fit.host import (
 )
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
-from flopcalc.measure.predictor.fit.products import fit_adapters, fit_grouped, fit_patches, fit_products
-from flopcalc.measure.predictor.fit.watts import fit_watts
+from flopcalc.measure.predictor.fit.products import fit_adapters, fit_attention, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.prediction.kernels.constants import (
     SCHEMA,
@@ -77,10 +77,10 @@ def fit_predictor(
         "moved": kernels["moved"],
         "linear": kernels["linear"],
         "optimizer": kernels["optimizer"],
-        "gaps": dict(START_GAPS_S),
-        "power": list(START_POWER),
+        "gaps": dict(CHOICES.start_gaps_s),
+        "power": list(CHOICES.start_power),
         "compiled": {"moved": 1.0, "launch_s": 0.0},
-        "error": dict(INTERVAL),
+        "error": dict(CHOICES.interval),
         "host": _join_host({}, {phase: [0.0, 0.0] for phase in HOST_PHASES}),
         "probe_s": {},
     }
@@ -118,7 +118,7 @@ def fit_host_part(
     more = [HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"])) for each in others]
     measured: dict[str, float] = next((record["units"] for record in records if "units" in record), {})
     # Older calibrations measured the call of an empty module too, which takes less than a module's own Python.
-    units = {**HOST_UNITS, **measured, "module": HOST_UNITS["module"]}
+    units = {**CHOICES.host_units, **measured, "module": CHOICES.host_units["module"]}
     phases = fit_host(steps, units)
     check_complete(constants, phases)
     found: Constants = {**constants, "host": _join_host(units, phases)}

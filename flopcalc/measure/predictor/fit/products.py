@@ -1,4 +1,4 @@
-"""Constants of matrix products: linear layers, experts, and convolutions that make patches of images."""
+"""Constants of matrix products (linear layers, experts, convolutions that make patches) and of attention kernels."""
 
 from __future__ import annotations
 
@@ -13,24 +13,10 @@ from flopcalc.base.errors import CalibrationError
 from flopcalc.hardware.routing import RANDOM
 from flopcalc.hardware.tiles import ALIGNED, DIRECTIONS, choose_tile
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
-from flopcalc.measure.predictor.fit.choices import (
-    GROUPED_BANDWIDTH_SHARE,
-    GROUPED_PULL,
-    GROUPED_ROUNDED_ERROR,
-    MAX_TILE_SHARE,
-    MIN_GROUPED_CALLS,
-    MIN_UNALIGNED_SIZE,
-    PROCESSORS_GAIN,
-    PROCESSORS_RANGE,
-    PROCESSORS_ROUNDS,
-    PRODUCTS_PULL,
-    PRODUCTS_STRIDE,
-    ROUNDED_ERROR,
-    START_BANDWIDTH_SHARE,
-    START_RATE_SHARE,
-)
-from flopcalc.measure.predictor.fit.points import GroupedPoint, ProductPoint, is_plain, list_operators
+from flopcalc.measure.predictor.fit.choices import CHOICES
+from flopcalc.measure.predictor.fit.points import AttentionPoint, GroupedPoint, ProductPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, fit_positive, round_digits, solve_nonnegative
+from flopcalc.prediction.kernels.attention import IN_WAVES, attention_features, name_mask
 from flopcalc.prediction.kernels.constants import PlainProducts
 from flopcalc.prediction.kernels.products import (
     MIN_PART_K,
@@ -42,6 +28,7 @@ from flopcalc.prediction.kernels.products import (
     time_grouped,
     time_shape,
 )
+from flopcalc.prediction.work import Attention
 
 
 def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] = (), tiles: str = "") -> PlainProducts:
@@ -57,7 +44,7 @@ def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] 
     slowdowns: dict[str, dict[str, list[float]]] = {}
     for point in (*points, *others):
         step = point.size.find_step()
-        if step < ALIGNED and point.m * point.n * point.k > MIN_UNALIGNED_SIZE:
+        if step < ALIGNED and point.m * point.n * point.k > CHOICES.min_unaligned_size:
             slowdowns.setdefault(str(step), {}).setdefault(point.direction, []).append(_find_ratio(shape, point, tiles))
     residuals: dict[tuple[str, int, int, int], list[float]] = {}
     for point in aligned:
@@ -75,7 +62,7 @@ def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] 
 
 def _fit_shape(points: Sequence[ProductPoint], tiles: str) -> ProductShape:
     """Constants with the least sum of errors; the count of processors, a whole number, is searched apart."""
-    chosen = sorted(points, key=lambda point: -point.seconds * point.calls)[::PRODUCTS_STRIDE]
+    chosen = sorted(points, key=lambda point: -point.seconds * point.calls)[:: CHOICES.products_stride]
     table = ProductTable(chosen, tiles)
     seconds = np.array([point.seconds for point in chosen])
     weights = np.sqrt(seconds * [point.calls for point in chosen])
@@ -88,21 +75,25 @@ def _fit_shape(points: Sequence[ProductPoint], tiles: str) -> ProductShape:
         """All constants but the count of processors."""
         *rates, units = start
         is_share = [name in ("half", "quarter", "eighth") for name in ProductShape._fields[:-1]]
-        most = [MAX_TILE_SHARE if each else math.inf for each in is_share]
+        most = [CHOICES.max_tile_share if each else math.inf for each in is_share]
         rates = fit_positive(
-            lambda rates: list_errors(ProductShape(*(*rates, units))), rates, ROUNDED_ERROR, PRODUCTS_PULL, most
+            lambda rates: list_errors(ProductShape(*(*rates, units))),
+            rates,
+            CHOICES.rounded_error,
+            CHOICES.products_pull,
+            most,
         )
         return ProductShape(*(*rates, units))
 
     def fit_units(shape: ProductShape) -> ProductShape:
-        counts = range(round(shape.units / PROCESSORS_RANGE), round(shape.units * PROCESSORS_RANGE) + 1)
+        counts = range(round(shape.units / CHOICES.processors_range), round(shape.units * CHOICES.processors_range) + 1)
         tried = [shape, *(shape._replace(units=float(count)) for count in counts)]
         errors = [np.abs(list_errors(each)).sum() for each in tried]
         best = int(np.argmin(errors))
-        return tried[best] if errors[best] < (1 - PROCESSORS_GAIN) * errors[0] else shape
+        return tried[best] if errors[best] < (1 - CHOICES.processors_gain) * errors[0] else shape
 
     shape = fit_rates(_find_start(table, seconds))
-    for _ in range(PROCESSORS_ROUNDS):
+    for _ in range(CHOICES.processors_rounds):
         other = fit_units(shape)
         if other == shape:
             break
@@ -113,8 +104,8 @@ def _fit_shape(points: Sequence[ProductPoint], tiles: str) -> ProductShape:
 def _find_start(table: ProductTable, seconds: object) -> ProductShape:
     """The usual constants with rate and bandwidth of the fastest products."""
     return ProductShape.usual()._replace(
-        rate=START_RATE_SHARE * float((table.flops / seconds).max()),
-        bandwidth=START_BANDWIDTH_SHARE * float((table.bytes / seconds).max()),
+        rate=CHOICES.start_rate_share * float((table.flops / seconds).max()),
+        bandwidth=CHOICES.start_bandwidth_share * float((table.bytes / seconds).max()),
     )
 
 
@@ -163,7 +154,8 @@ def fit_grouped(points: Sequence[GroupedPoint], plain: ProductShape) -> dict[str
     usual = GroupShape.usual()
     # Without measured experts: as fast in relation to plain products as on the device where both were measured.
     start = usual._replace(
-        rate=plain.rate * usual.rate / ProductShape.usual().rate, bandwidth=GROUPED_BANDWIDTH_SHARE * plain.bandwidth
+        rate=plain.rate * usual.rate / ProductShape.usual().rate,
+        bandwidth=CHOICES.grouped_bandwidth_share * plain.bandwidth,
     )
     shared = _fit_group(points, start, plain.units)
     return {
@@ -175,7 +167,7 @@ def fit_grouped(points: Sequence[GroupedPoint], plain: ProductShape) -> dict[str
 
 
 def _fit_group(points: Sequence[GroupedPoint], start: GroupShape, units: float) -> GroupShape:
-    if len(points) < MIN_GROUPED_CALLS:
+    if len(points) < CHOICES.min_grouped_calls:
         return start
 
     def list_errors(constants: Sequence[float]) -> list[float]:
@@ -183,7 +175,7 @@ def _fit_group(points: Sequence[GroupedPoint], start: GroupShape, units: float) 
         predicted = [time_grouped(shape, units, point.size._replace(routing=RANDOM)) for point in points]
         return [math.log(seconds / point.seconds) for seconds, point in zip(predicted, points, strict=True)]
 
-    return GroupShape(*fit_positive(list_errors, start, GROUPED_ROUNDED_ERROR, GROUPED_PULL))
+    return GroupShape(*fit_positive(list_errors, start, CHOICES.grouped_rounded_error, CHOICES.grouped_pull))
 
 
 # --- Patches ----------------------------------------------------------------------------------------------------------
@@ -211,3 +203,64 @@ def fit_adapters(calls: Sequence[Json]) -> dict[str, list[float]]:
             features = (1.0, float(call["bytes"]), float(call["flops"]))
             rows.setdefault(call["narrow"], []).append((features, call["seconds"]))
     return {name: round_digits(solve_nonnegative(entries)) for name, entries in rows.items()}
+
+
+_Features = tuple[float, float, float, float]  # call, queries, pairs, longest row
+
+
+def fit_attention(points: Sequence[AttentionPoint], units: int) -> dict[str, dict[str, list[float]]]:
+    """Kernel -> direction/mask/head dim -> its four constants, on a device with `units` processors.
+
+    If the calls are few, or all long, or all of one length, they determine the seconds of a pair only. The other
+    constants then follow from it, and the call takes nearly as long as the shortest call of all.
+    """
+    groups: dict[tuple[str, str], list[AttentionPoint]] = {}
+    shortest: dict[str, float] = {}
+    for point in points:
+        name = f"{point.direction}/{name_mask(point.mask, point.keys)}/{point.qk}"
+        groups.setdefault((point.kernel, name), []).append(point)
+        shortest[point.direction] = min(point.seconds, shortest.get(point.direction, math.inf))
+    fitted: dict[str, dict[str, list[float]]] = {}
+    for (kernel, name), group in sorted(groups.items()):
+        call_s = shortest[group[0].direction]
+        rows = [(_list_features(point, units), point.seconds) for point in group]
+        if _determines_all(group, call_s):
+            # The shortest call of all is taken as one without queries: no kernel starts later.
+            start = [] if group[0].mask in IN_WAVES else [((1.0, 0.0, 0.0, 0.0), call_s)]
+            constants = solve_nonnegative([*rows, *start])
+        else:
+            constants = _scale_usual(group[0], rows, CHOICES.attention_start_share * call_s)
+        fitted.setdefault(kernel, {})[name] = round_digits(constants)
+    return fitted
+
+
+def _list_features(point: AttentionPoint, units: int) -> _Features:
+    call = Attention(
+        "", "", point.direction, point.mask, point.batch, point.heads, point.kv_heads, point.qk, point.qk,
+        point.length, point.keys,
+    )  # fmt: skip
+    return attention_features(units, call, point.kernel, point.qk)
+
+
+def _determines_all(group: Sequence[AttentionPoint], shortest_s: float) -> bool:
+    """Whether calls differ in heads and in length independently, and some are short."""
+    sizes = {(point.batch * point.heads, point.length, point.keys) for point in group}
+    heads, keys = ({size[i] for size in sizes} for i in (0, 2))
+    return bool(
+        len(sizes) >= CHOICES.min_attention_sizes
+        and max(heads) >= CHOICES.min_heads_range * min(heads)
+        and max(keys) >= CHOICES.min_keys_range * min(keys)
+        and min(point.seconds for point in group) < CHOICES.max_shortest_call * shortest_s
+    )
+
+
+def _scale_usual(point: AttentionPoint, rows: Sequence[tuple[_Features, float]], call_s: float) -> list[float]:
+    """Constants in their usual relation to a pair's seconds; whole waves of blocks count the longest row already."""
+    causal = (CHOICES.pairs_per_query[point.direction], CHOICES.pairs_per_longest_key)
+    usual = {"decode": (0.0, 0.0), "causal": causal, "dropout": causal}
+    per_query, per_key = usual.get(point.mask, (CHOICES.pairs_per_query_in_waves, 0.0))
+    pair_s = statistics.median(
+        (seconds - call_s) / (pairs + queries * per_query + longest * per_key)
+        for (_, queries, pairs, longest), seconds in rows
+    )
+    return [call_s, pair_s * per_query, pair_s, pair_s * per_key]

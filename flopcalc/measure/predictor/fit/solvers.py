@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, lsq_linear, nnls
 
-from flopcalc.measure.predictor.fit.choices import PULLS, SEARCH_RANGE, SEARCH_ROUNDS, SEARCH_STEPS
+from flopcalc.measure.predictor.fit.choices import CHOICES
 
 Row = tuple[Sequence[float], float]  # features of a measurement, and its value
 
@@ -25,7 +25,7 @@ def solve_nonnegative(rows: Sequence[Row]) -> list[float]:
 
 
 def solve_call_and_factor(
-    rows: Sequence[tuple[tuple[float, float], float]], usual_s: float, pulls: tuple[float, float] = PULLS
+    rows: Sequence[tuple[tuple[float, float], float]], usual_s: float, pulls: tuple[float, float] = CHOICES.pulls
 ) -> tuple[float, float]:
     """Seconds of a call (0 or more) and factor of its operators, from rows of ((calls, operators' seconds), seconds).
 
@@ -54,7 +54,7 @@ def fit_positive(
     """
     width = len(start)
     pull_weight = math.sqrt(2 * rounded_error * pull)
-    limits = np.minimum(SEARCH_RANGE, np.divide(most, start)) if most is not None else SEARCH_RANGE
+    limits = np.minimum(CHOICES.search_range, np.divide(most, start)) if most is not None else CHOICES.search_range
 
     def list_residuals(ratios: Any) -> Any:
         errors = list_errors([value * float(ratio) for value, ratio in zip(start, ratios, strict=True)])
@@ -68,10 +68,10 @@ def fit_positive(
         return weighed
 
     ratios = np.ones(width)
-    for step, scheme in SEARCH_STEPS:
+    for step, scheme in CHOICES.search_steps:
         found = least_squares(
             list_residuals, ratios, jac=scheme, diff_step=step, loss=weigh, f_scale=rounded_error,
-            bounds=(1 / SEARCH_RANGE, limits), max_nfev=SEARCH_ROUNDS,
+            bounds=(1 / CHOICES.search_range, limits), max_nfev=CHOICES.search_rounds,
         )  # fmt: skip
         ratios = found.x
     return [value * float(ratio) for value, ratio in zip(start, ratios, strict=True)]

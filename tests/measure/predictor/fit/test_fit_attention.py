@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from flopcalc.measure.predictor import single_calls
-from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.points import AttentionPoint, read_single_calls
+from flopcalc.measure.predictor.fit.products import fit_attention
 from flopcalc.prediction.kernels.attention import attention_features, name_mask
 from flopcalc.prediction.kernels.machine import Machine
 from flopcalc.prediction.work import Attention

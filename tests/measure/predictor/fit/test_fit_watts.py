@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flopcalc.measure.predictor.fit import watts
+from flopcalc.measure.predictor.fit import clock
 from flopcalc.measure.predictor.fit.cases import model_cases
-from flopcalc.measure.predictor.fit.watts import PowerPoint, fit_points, fit_watts, read_calls
+from flopcalc.measure.predictor.fit.clock import PowerPoint, fit_points, fit_watts, read_calls
 from flopcalc.measure.predictor.runs import get_config, list_metered_steps
 from flopcalc.prediction.watts import Shares, draw_power
 
@@ -76,10 +76,10 @@ def test_steps_are_read_over_the_time_that_they_took(monkeypatch: pytest.MonkeyP
             asked.append(seconds)
             return Shares(0.1, 0.2, 0.5)
 
-    monkeypatch.setattr(watts, "run_clock", lambda *_, **__: Clock())
+    monkeypatch.setattr(clock, "run_clock", lambda *_, **__: Clock())
     base = {"model": "m", "compiled": False, "seconds": 0.5}
     cases = [{**base, "mean_s": 0.6, "energy_j": 240.0}, {**base, "energy_j": 100.0}, base]
-    found = watts.read_steps([SimpleNamespace(case=case) for case in cases], MACHINE, 500.0)  # type: ignore[misc]
+    found = clock.read_steps([SimpleNamespace(case=case) for case in cases], MACHINE, 500.0)  # type: ignore[misc]
     shares = Shares(0.1, 0.2, 0.5)
     assert found == [PowerPoint("m", shares, pytest.approx(0.8)), PowerPoint("m", shares, pytest.approx(0.4))]
     assert asked == [0.6, 0.5]

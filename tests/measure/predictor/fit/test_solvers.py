@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from flopcalc.measure.predictor.fit.choices import SEARCH_RANGE
+from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.measure.predictor.fit.solvers import (
     fit_positive,
     round_digits,
@@ -81,7 +81,7 @@ def test_a_pull_draws_towards_the_start(pull: float) -> None:
 
 def test_no_constant_leaves_its_range() -> None:
     (found,) = fit_positive(lambda at: np.array([1 / at[0]]), (2.0,), 0.01)
-    assert found <= 2.0 * SEARCH_RANGE
+    assert found <= 2.0 * CHOICES.search_range
 
 
 def test_digits() -> None:
