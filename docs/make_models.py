@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,26 @@ def read_diffusers() -> dict[str, dict[str, str]]:
 
 
 def find_denoiser_class(pipeline: type) -> str:
-    """The class of what a pipeline runs at each step, as its constructor's annotations say it; empty: they do not."""
+    """The class of what a pipeline runs at each step, as its constructor or default blocks say it; empty: neither."""
+    if pipeline.__name__.endswith("ModularPipeline") and pipeline.default_blocks_name:
+        hints = {spec.name: spec.type_hint.__name__ for spec in pipeline().blocks.expected_components}
+        return next((hints[part] for part in _DENOISERS if part in hints), "")
     parameters = inspect.signature(pipeline.__init__).parameters
     kinds = next((str(parameters[part].annotation) for part in _DENOISERS if part in parameters), "")
     words = re.findall(r"(\w+)(?='>|$| \|)", kinds)
     return words[0] if words else ""
 
 
-def format_coverage(release: str, mappings: dict[str, dict[str, str]], reasons: dict[str, str]) -> str:
-    lines = ["# Made by `python docs/make_models.py --mappings`, except [reasons].", f'release = "{release}"', ""]
+def format_coverage(
+    release: str, mappings: dict[str, dict[str, str]], reasons: dict[str, str], apart: Sequence[str] = ()
+) -> str:
+    lines = ["# Made by `python docs/make_models.py --mappings`, except apart and [reasons].", f'release = "{release}"']
+    if apart:
+        lines.append(
+            "# Reasons of types that make no images or videos by themselves: the second totals leave them out."
+        )
+        lines += ["apart = [", *(f"  {json.dumps(reason)}," for reason in apart), "]"]
+    lines.append("")
     for name, types in mappings.items():
         lines += [f"[mappings.{name}]", f'auto_class = "{AUTO.get(name, name)}"', f"[mappings.{name}.types]"]
         lines += [f'"{model_type}" = "{architecture}"' for model_type, architecture in types.items()]
@@ -178,8 +190,10 @@ def main() -> int:
         reasons = load_toml(str(COVERAGE)).get("reasons", {}) if COVERAGE.exists() else {}
         text = format_coverage(f"transformers {version('transformers')}", read_mappings(), reasons)
         COVERAGE.write_text(text, encoding="utf-8")
-        reasons = load_toml(str(DIFFUSERS)).get("reasons", {}) if DIFFUSERS.exists() else {}
-        text = format_coverage(f"diffusers {version('diffusers')}", read_diffusers(), reasons)
+        kept = load_toml(str(DIFFUSERS)) if DIFFUSERS.exists() else {}
+        text = format_coverage(
+            f"diffusers {version('diffusers')}", read_diffusers(), kept.get("reasons", {}), kept.get("apart", ())
+        )
         DIFFUSERS.write_text(text, encoding="utf-8")
         return 0
     made = {PAGE: make_page(), CATALOGUE: format_catalogue()}

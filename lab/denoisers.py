@@ -14,7 +14,7 @@ from flopcalc.core.spec.spec import find_spec
 
 Json = dict[str, Any]
 LENT = ("in_channels", "cap_feat_dim", "axes_dims", "axes_lens")  # what a ControlNet takes from its transformer
-_NOT_GIVEN = ("model_type", "expand_timesteps", "one_face")  # what no class takes
+_NOT_GIVEN = ("reads_mask", "searches", "model_type", "expand_timesteps", "one_face")  # what no class takes
 # A mask is a choice there.
 _UNMASKED = (
     "ControlNetModel", "ControlNetUnionModel", "Krea2Transformer2DModel", "LatteTransformer3DModel",
@@ -25,7 +25,7 @@ _UNMASKED = (
 _TEXT_WIDTHS = (
     "encoder_hid_dim", "joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels", "cap_feat_dim",
     "in_text_dim", "cross_attention_dim", "text_in_dim", "context_in_dim", "text_hidden_dim", "hidden_size",
-    "embedding_dim", "clip_text_in_channels", "clip_text_pooled_in_channels", "llm_features_dim",
+    "embedding_dim", "clip_text_in_channels", "clip_embd", "c_cond", "clip_text_pooled_in_channels", "llm_features_dim",
 )  # fmt: skip
 
 
@@ -159,6 +159,16 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         ),
         **({"timestep": s.noise("b", 1, "t", 1, 1)} if s["expand_timesteps"] else {}),
     },
+    "CosmosControlNetModel": lambda s: {
+        "latents": s.noise("b", s["latent_channels"] - 2, "t", "h", "w"),
+        "controls_latents": s.noise("b", 4, "t", "h", "w"),
+        "condition_mask": s.noise("b", 1, "t", "h", "w"),
+        "padding_mask": s.noise(1, 1, 16, 16),
+        "encoder_hidden_states": s.noise(
+            "b", "n", "crossattn_proj_in_channels" if s["use_crossattn_projection"] else "text_embed_dim"
+        ),
+        **({"timestep": s.noise("b", 1, "t", 1, 1)} if s["expand_timesteps"] else {}),
+    },
     "AnyFlowTransformer3DModel": lambda s: {"timestep": s.noise("b", "t"), "r_timestep": s.noise("b", "t")},
     "HiDreamImageTransformer2DModel": lambda s: {
         "timesteps": s.noise("b"),
@@ -219,6 +229,7 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
         "img_shapes": [[(s["t"], s["h"], s["w"])]] * s["b"],
         "img_mask": torch.cat([s.zeros(1, "n"), s.ones(1, s["p"] // 4)], dim=1).bool(),
     },
+    "UNetControlNetXSModel": lambda s: {"controlnet_cond": s.noise("b", 3, 8 * s["h"], 8 * s["w"])},
     "UNetMotionModel": lambda s: {"encoder_hidden_states": s.noise(s["b"] * s["t"], "n", "cross_attention_dim")},
     "SparseControlNetModel": lambda s: {
         "encoder_hidden_states": s.noise(s["b"] * s["t"], "n", "cross_attention_dim"),
@@ -249,6 +260,17 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
             else {"clip_img": s.noise("b", 1, "clip_image_in_channels")}
         ),
     },
+    "WuerstchenPrior": lambda s: {
+        "x": s.noise("b", "c_in", 3 * s["h"], 3 * s["w"]),
+        "r": s.noise("b"),
+        "c": s.noise("b", "n", "c_cond"),
+    },
+    "WuerstchenDiffNeXt": lambda s: {
+        "x": s.noise("b", "c_in", "h", "w"),
+        "r": s.noise("b"),
+        "effnet": s.noise("b", "effnet_embd", 3, 3),
+        "clip": s.noise("b", "n", "clip_embd"),
+    },
     "UVit2DModel": lambda s: {
         "input_ids": s.zeros("b", "h", "w"),
         "encoder_hidden_states": s.noise("b", "n", "encoder_hidden_size"),
@@ -268,15 +290,17 @@ _FURTHER: dict[str, Callable[[_Sizes], Json]] = {
 
 def _stand_in_for_torchvision() -> None:
     """What Cosmos calls of torchvision, where it is not installed: a mask is resized."""
+    from diffusers.models.controlnets import controlnet_cosmos
     from diffusers.models.transformers import transformer_cosmos
 
     def resize(image: torch.Tensor, size: list[int], **_kwargs: object) -> torch.Tensor:
         return torch.nn.functional.interpolate(image, size)
 
-    if not hasattr(transformer_cosmos, "transforms"):
-        modes = SimpleNamespace(NEAREST=None)
-        stand_in = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
-        setattr(transformer_cosmos, "transforms", stand_in)  # noqa: B010
+    modes = SimpleNamespace(NEAREST=None)
+    stand_in = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
+    for module in (transformer_cosmos, controlnet_cosmos):
+        if not hasattr(module, "transforms"):
+            setattr(module, "transforms", stand_in)  # noqa: B010
 
 
 def _load_adapter(unet: Any, wide: Any) -> None:
@@ -291,15 +315,23 @@ def _load_adapter(unet: Any, wide: Any) -> None:
     unet._load_ip_adapter_weights([{"image_proj": {**made, **norm}, "ip_adapter": weights}], low_cpu_mem_usage=False)
 
 
+def _find_class(name: str) -> Any:
+    import diffusers
+
+    if hasattr(diffusers, name):
+        return getattr(diffusers, name)
+    from diffusers.pipelines import ltx, ltx2
+    from diffusers.pipelines.deprecated import wuerstchen
+
+    places: Json = {"LTX2LatentUpsamplerModel": ltx2, "LTXLatentUpsamplerModel": ltx}
+    return getattr(places.get(name, wuerstchen), name)
+
+
 def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """The diffusers class that a config names, made on the device."""
     import diffusers
 
     name = str(config["_class_name"])
-    if hasattr(diffusers, name):
-        found = getattr(diffusers, name)
-    else:
-        from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel as found
     given = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_GIVEN}
     reads = given.pop("ip_image_dim", 0) and given.pop("encoder_hid_dim_type") and config["ip_image_dim"]
     lent = {key: given.pop(key) for key in LENT if name == "ZImageControlNetModel" and key in given}
@@ -310,7 +342,7 @@ def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.floa
     try:
         with warnings.catch_warnings(), torch.device(device):
             warnings.simplefilter("ignore")
-            made = found(**given)
+            made = _find_class(name)(**given)
             if reads:
                 _load_adapter(made, reads)
             if lent:  # some of its transformer's modules are its own too; its __init__ forgets the attribute
@@ -332,13 +364,11 @@ def make_denoiser_inputs(
     device: str = "cpu",
 ) -> Json:
     """Random arguments of a denoiser's forward, for latents (t, h, w) as a Workload holds them."""
-    import diffusers
-
     name = str(config["_class_name"])
     place: Json = {"dtype": dtype, "device": device}
     t, h, w = grid
     latents = find_latents(name)
-    taken = inspect.signature(getattr(diffusers, name).forward).parameters
+    taken = inspect.signature(_find_class(name).forward).parameters
     sizes = {"b": batch, "c": _find_channels(config), "t": t, "h": h, "w": w, "n": t * h * w}
     sizes |= (
         dict(zip(("pt", "ph", "pw"), config.get("patch_size", ()), strict=False)) if "pt" in latents["axes"] else {}

@@ -42,7 +42,7 @@ def check_ending(path: str) -> None:
 class CurvePoint(NamedTuple):
     """A point of a curve; one that does not fit in memory is drawn hollow."""
 
-    x: int | str
+    x: float | str
     y: float
     fits: bool = True
 

@@ -90,6 +90,7 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
             {
                 "auto_class": mapping.auto_class,
                 "supported": mapping.supported,
+                "apart": mapping.apart,
                 "types": [entry._asdict() for entry in mapping.entries],
             }
             for mapping in found.mappings

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from flopcalc.base.errors import WorkloadError
-from flopcalc.base.units import parse_size
+from flopcalc.base.units import parse_number, parse_size
 from flopcalc.cli.options import LISTED
 from flopcalc.cli.pages import write_page
 from flopcalc.cli.streams import show_json
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 class ListedRow(NamedTuple):
     """One combination of listed values: what was varied, and the options of the single result."""
 
-    varied: dict[str, int | str]
+    varied: dict[str, float | str]
     options: dict[str, Any]
 
     @property
@@ -32,14 +32,14 @@ class ListedRow(NamedTuple):
 
 def expand(options: Mapping[str, object]) -> list[ListedRow]:
     """Every combination of the values that the options list."""
-    lists: dict[str, list[int | str]] = {}
+    lists: dict[str, list[float | str]] = {}
     for name in LISTED:
         text = options.get(name)
         if isinstance(text, str) and "," in text:
             pieces = [piece.strip() for piece in text.split(",")]
             if "" in pieces:
                 raise WorkloadError(f"--{name}: {text!r} has an empty value")
-            lists[name] = [piece if name == "device" else parse_size(piece, name) for piece in pieces]
+            lists[name] = [_read_value(piece, name) for piece in pieces]
             if len(set(lists[name])) < len(pieces):
                 raise WorkloadError(f"--{name}: {text!r} lists a value twice")
     count = math.prod(len(values) for values in lists.values())
@@ -47,6 +47,13 @@ def expand(options: Mapping[str, object]) -> list[ListedRow]:
         raise WorkloadError(f"{count} combinations of the listed values: at most {MOST_ROWS} are shown")
     found = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
     return [ListedRow(varied, {**options, **{name: str(value) for name, value in varied.items()}}) for varied in found]
+
+
+def _read_value(text: str, name: str) -> float | str:
+    if name == "rate":
+        rate = parse_number(text, name)
+        return int(rate) if rate.is_integer() else rate
+    return text if name == "device" else parse_size(text, name)
 
 
 def show(

@@ -26,7 +26,8 @@ _FOREIGN = {
         ("micro_batch", "--batch"), ("per_device_train_batch", "--batch"), ("max_model_len", "--context"),
     )
 }  # fmt: skip
-LISTED = ("device", "gpus", "batch", "seq")  # fields that take lists; the last changes fastest
+# Fields that take lists; the last changes fastest.
+LISTED = ("device", "gpus", "users", "rate", "concurrency", "batch", "seq")
 
 
 class FieldOption(click.Option):

@@ -35,9 +35,9 @@ KINDS: dict[str, tuple[str, ...]] = {
         "softmax": "_softmax _safe_softmax _log_softmax",
         "softmax_backward": "_softmax_backward_data _log_softmax_backward_data",
         "gather": "embedding index index_select gather _unsafe_index masked_select grid_sampler_2d upsample_bilinear2d "
-        "upsample_bicubic2d upsample_nearest2d upsample_linear1d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-        "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d _upsample_nearest_exact2d upsample_nearest3d "
-        "avg_pool3d _embedding_bag _embedding_bag_forward_only",
+        "upsample_bicubic2d upsample_nearest2d upsample_linear1d upsample_trilinear3d _upsample_bilinear2d_aa "
+        "_upsample_bicubic2d_aa avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d _upsample_nearest_exact2d "
+        "upsample_nearest3d avg_pool3d _embedding_bag _embedding_bag_forward_only",
         "embedding_backward": "embedding_dense_backward _embedding_bag_backward "
         "_embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward",
         "scatter": "index_put _index_put_impl_ index_add scatter scatter_add scatter_reduce "

@@ -72,7 +72,7 @@ def plan_setup(setup: Setup) -> Plan:
     is_chosen, is_searched = global_batch is None, global_batch == AUTO
     if global_batch is None or is_searched:
         global_batch, why = choose_batch(gpus, sample.tokens, int(tokens))
-    elif not isinstance(global_batch, int):
+    else:
         global_batch = find_sequences(global_batch, sample.tokens)
     assert isinstance(global_batch, int)
     if is_chosen:

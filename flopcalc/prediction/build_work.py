@@ -118,7 +118,8 @@ def make_work(
         _add_dequantized(rows, maker.products, moved, hosted)
     if load.phase != "decode" and any(call.calls > 1000 for call in maker.attention):
         notes.append(
-            "attention goes over windows one by one here, in many small calls of the host: expect 30 % either way"
+            "attention goes over windows one by one here, as HF's SDPA code does, in many small calls of the host: "
+            "expect 30 % either way; flash_attention_2, one call for all windows, is not modelled"
         )
     stored = 4 if estimator.formats.narrows_weights else dtype_bytes  # bytes of a weight
     if in_trainer and load.phase == "train":

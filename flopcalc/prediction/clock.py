@@ -220,7 +220,8 @@ class Clock:
             if is_routed and product.module not in joined.modules:
                 timed = self.machine.time_experts(product, kept)
             else:
-                run = product._replace(size=product.size.align()) if self.is_joined else product
+                is_padded = self.is_joined or self.execution == "fused"  # frameworks pad the vocabulary
+                run = product._replace(size=product.size.align()) if is_padded else product
                 timed = self.machine.time_product(run)
                 timed = timed._replace(
                     seconds=timed.seconds / kept * (self.fitted.experts_slower if is_routed else 1.0)

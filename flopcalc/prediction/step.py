@@ -266,6 +266,8 @@ def predict_estimate(
         notes.append(
             f"memory: at least {format_bytes(held)} for weights, gradients and optimizer states; activations of "
             "diffusion models are not predicted: no tensors of theirs were recorded"
+            + f"; {spell('parts', 'denoiser')} leaves out what is encoded beforehand"
+            * (states > 0 < len(parts) - 1)
         )
         prediction = _compare_weights(prediction, held, machine.device)
         floors = floors._replace(tokens_per_s=None)

@@ -98,8 +98,13 @@ def format_coverage(coverage: Coverage, registries: Sequence[Registry], launched
     """Model types with a spec and without one, then registries and the ids of launch files."""
     title = f"{coverage.release}: what has a spec, of all that it names ({spell('json')} lists them)"
     lines = [format_text(title)]
-    rows = [[mapping.auto_class, mapping.supported, len(mapping.entries)] for mapping in coverage.mappings]
-    lines.append(format_grid(["mapping", "with a spec", "types"], rows))
+    rows = [
+        [mapping.auto_class, mapping.supported, len(mapping.entries), len(mapping.entries) - mapping.apart]
+        for mapping in coverage.mappings
+    ]
+    header = ["mapping", "with a spec", "types", "that make images or videos"]
+    shown = 4 if any(mapping.apart for mapping in coverage.mappings) else 3
+    lines.append(format_grid(header[:shown], [row[:shown] for row in rows]))
     missing: dict[tuple[str, str], str] = {}
     for mapping in coverage.mappings:
         for entry in mapping.entries:

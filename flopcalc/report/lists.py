@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from flopcalc.base.text_table import format_grid, format_text
 
-Varied = Mapping[str, int | str]  # option -> its value in one combination
+Varied = Mapping[str, float | str]  # option -> its value in one combination
 
 
 def format_list(
@@ -30,7 +30,7 @@ def join_cells(
     names = [name for name in cells[0] if any(row[name] is not None for row in cells)]
     table = [
         [
-            *(f"{value:,}" if isinstance(value, int) else value for value in values.values()),
+            *(f"{value:,}" if isinstance(value, (int, float)) else value for value in values.values()),
             *(row[name] or "-" for name in names),
         ]
         for values, row in zip(varied, cells, strict=True)

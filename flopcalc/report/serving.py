@@ -17,7 +17,7 @@ _RATES = {"tokens_per_s": "tokens/s", "tokens_per_s_per_gpu": "tokens/s per GPU"
 
 def format_answer(found: ServingAnswer) -> str:
     """One deployment under one load, on one screen."""
-    lines = [*wrap(describe_answer(found), rest="  "), *_describe_room(found), ""]
+    lines = [line for text in (describe_answer(found), *_list_room(found)) for line in wrap(text, rest="  ")] + [""]
     if found.times:
         lines += [format_grid(HEADERS, list_cells(found), keys=1), ""]
         lines += [line for text in list_rates(found) for line in wrap(text, rest="  ")]
@@ -62,24 +62,29 @@ def list_rates(found: ServingAnswer) -> list[str]:
     return lines
 
 
-def format_curve(answers: Sequence[ServingAnswer]) -> str:
-    """A row for each concurrency."""
-    lines = [*wrap(describe_answer(answers[0], has_load=False), rest="  "), *_describe_room(answers[0]), ""]
-    cells = [make_cells(found) for found in answers]
-    rows = [[f"{found.traffic.concurrency:,}", *each.values()] for found, each in zip(answers, cells, strict=True)]
-    lines += [format_grid(["concurrency", *cells[0]], rows, keys=1), ""]
-    for note in dict.fromkeys(note for found in answers for note in found.notes):
-        lines += wrap(f"note: {note}", rest="  ")
-    return "\n".join(lines)
+def list_rows(answers: Sequence[ServingAnswer]) -> tuple[list[dict[str, str | None]], list[list[str]]]:
+    """Cells and notes of each answer; what is held is said once for a single deployment."""
+    is_single = len({_place(each) for each in answers}) == 1
+    return (
+        [{"GPUs": None if is_single else f"{each.gpus:,}", **_make_cells(each)} for each in answers],
+        [[*(_list_room(each) if is_single else ()), *each.notes] for each in answers],
+    )
 
 
-def make_cells(found: ServingAnswer) -> dict[str, str]:
-    """One row of a curve by its headers."""
-    cells = [format_seconds(found.times[key].mid) if key in found.times else "-" for key in _LATENCIES]
-    for key in ("tokens_per_s", "tokens_per_s_per_gpu"):
-        cells.append(_show(found.times[key].mid) if key in found.times else "-")
-    cells.append("-" if found.usd is None else _show_usd(found.usd["per_million_output_tokens"]))
-    return dict(zip(("TTFT", "TPOT", "end to end", "tokens/s", "per GPU", "$ per 1M output"), cells, strict=True))
+def _make_cells(found: ServingAnswer) -> dict[str, str | None]:
+    """One row of a list by its headers."""
+    cells: dict[str, str | None] = {}
+    for key, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "end to end")):
+        at = found.times.get(key)
+        cells[name] = None if at is None else "unbounded" if at.high is None else format_seconds(at.mid)
+    for key, name in (("tokens_per_s", "tokens/s"), ("tokens_per_s_per_gpu", "per GPU")):
+        cells[name] = _show(found.times[key].mid) if key in found.times else None
+    cells["$ per 1M output"] = None if found.usd is None else _show_usd(found.usd["per_million_output_tokens"])
+    if found.objectives is not None:
+        is_met = all(found.objectives[key]["met"] for key in ("ttft_s", "itl_s") if key in found.objectives)
+        cells["objectives"] = "met" if is_met else "missed"
+        cells["GPUs needed"] = f"{found.objectives['gpus_needed'] or 'none'}"
+    return cells
 
 
 def format_audit(path: str, found: Sequence[dict[str, Any]]) -> str:
@@ -95,16 +100,17 @@ def _describe_objectives(found: ServingAnswer) -> list[str]:
     if found.objectives is None:
         return []
     lines = []
-    unit = "requests/s" if found.objectives["load"] == "requests_per_s" else "requests in flight"
+    many = "most_users" if found.traffic.users else "most_load"
+    unit = "users" if found.traffic.users else "requests in flight" if found.traffic.rate is None else "requests/s"
     for key, name in (("ttft_s", "time to first token"), ("itl_s", "between tokens")):
         if key in found.objectives:
             each = found.objectives[key]
             state = "met" if each["met"] else "missed"
             value = "-" if each["value_s"] is None else format_seconds(each["value_s"])
             lines.append(f"objective, {name} {format_seconds(each['limit_s'])} at {each['at']}: {state} ({value}); "
-                         f"holds up to {_show(each['most_load'])} {unit}")  # fmt: skip
+                         f"holds up to {_show(each[many])} {unit}")  # fmt: skip
     needed, users = found.objectives["gpus_needed"], found.objectives.get("most_users")
-    most = f" ({users:,} users for each {found.gpus})" if users is not None else ""
+    most = f" ({found.gpus} GPU{'s take' if found.gpus > 1 else ' takes'} {users:,} users)" if users is not None else ""
     means = " (by each request's own mean between tokens)" if "itl_s" in found.objectives else ""
     lines.append(f"goodput: {found.objectives['goodput_tokens_per_s']:,.0f} tokens/s{means}; GPUs for this load: "
                  f"{needed or 'no number of copies meets the objectives'}{most}")  # fmt: skip
@@ -119,12 +125,22 @@ def _show(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def describe_answer(found: ServingAnswer, has_load: bool = True) -> str:
-    """What is served where, under which load."""
-    layout, traffic = found.layout, found.traffic
+def describe_list(answers: Sequence[ServingAnswer]) -> str:
+    """What all answers of a list have in common."""
+    loads = {(each.traffic.rate, each.traffic.users or each.traffic.concurrency) for each in answers}
+    return describe_answer(answers[0], len({_place(each) for each in answers}) == 1, len(loads) == 1)
+
+
+def _place(found: ServingAnswer) -> str:
+    layout = found.layout
     degrees = " ".join(f"{name} {degree}" for name, degree in layout._asdict().items() if degree > 1) or "one GPU"
-    version = f" {found.engine.version}" if found.engine.version else ""
-    where = f"{found.model}, {found.engine.name}{version} on {found.gpus} × {found.device.name} ({degrees})"
+    return f" on {found.gpus} × {found.device.name} ({degrees})"
+
+
+def describe_answer(found: ServingAnswer, has_place: bool = True, has_load: bool = True) -> str:
+    """What is served where, under which load."""
+    traffic, version = found.traffic, f" {found.engine.version}" if found.engine.version else ""
+    where = f"{found.model}, {found.engine.name}{version}{_place(found) if has_place else ''}"
     if traffic.requests:
         return f"{where}: {len(traffic.requests):,} requests of a file"
     lengths = f"{where}: {traffic.input} tokens in, {traffic.output} out"
@@ -132,25 +148,19 @@ def describe_answer(found: ServingAnswer, has_load: bool = True) -> str:
         lengths += f", {traffic.workers[0]} workers for prompts, {traffic.workers[1]} for decodes"
     if not has_load:
         return lengths
-    load = f"{traffic.rate:g} requests/s" if traffic.rate is not None else f"concurrency {traffic.concurrency:,}"
-    return f"{lengths}, {load}"
+    many = f"{traffic.users:,} users" if traffic.users else f"concurrency {traffic.concurrency or 0:,}"
+    return f"{lengths}, {many if traffic.rate is None else f'{traffic.rate:g} requests/s'}"
 
 
-def _describe_room(found: ServingAnswer) -> list[str]:
+def _list_room(found: ServingAnswer) -> list[str]:
     room = found.room
     kinds = ", ".join(
         f"{kind} {format_bytes(round(size))} a {'sequence' if kind == 'state' else 'token'}"
         for kind, size in room.by_kind.items()
     )
     return [
-        *wrap(
-            f"memory of a GPU: {format_bytes(round(room.total))}, weights {format_bytes(round(room.weights))}, "
-            f"KV cache {format_bytes(max(0, round(room.cache)))} ({kinds})",
-            rest="  ",
-        ),
-        *wrap(
-            f"the cache of a rank holds {room.tokens:,} tokens in {room.blocks:,} blocks of {room.block_size}: "
-            f"{room.max_concurrency:,} requests of this length; the longest context is {found.longest:,} tokens",
-            rest="  ",
-        ),
+        f"memory of a GPU: {format_bytes(round(room.total))}, weights {format_bytes(round(room.weights))}, "
+        f"KV cache {format_bytes(max(0, round(room.cache)))} ({kinds})",
+        f"the cache of a rank holds {room.tokens:,} tokens in {room.blocks:,} blocks of {room.block_size}: "
+        f"{room.max_concurrency:,} requests of this length; the longest context is {found.longest:,} tokens",
     ]

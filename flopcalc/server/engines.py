@@ -18,6 +18,9 @@ from flopcalc.hardware.devices import Device
 from flopcalc.server.schedule import Policy
 
 _MOST_CHARACTERS = 10_000  # of a command line
+# Fields whose flags an answer's start line has anyway.
+WRITTEN = ("tp", "dp", "pp", "ep", "attention_dp", "expert_parallel", "max_batched_tokens", "max_seqs",
+           "memory_fraction", "kv_cache", "quantization", "max_model_len")  # fmt: skip
 
 
 class Engine(NamedTuple):
@@ -45,7 +48,9 @@ class Engine(NamedTuple):
     graph_tokens: int = 0  # steps with prompts are graphs up to this size
     beside: Mapping[str, Mapping[str, int]] = MappingProxyType({})  # limit that is set -> what a benchmark sets with it
     logit_bytes: float = 6.0  # that a trial step's sampler holds for each logit
+    totals: tuple[str, ...] = ()  # limits whose flags are of all ranks of attention data parallelism
     command: str = "{model}"
+    drafts: str = ""  # flags that draft with a model's own layers
     kv_names: Mapping[str, str] = MappingProxyType({})  # our name of a cache's format -> the engine's
     switches: Mapping[str, str] = MappingProxyType({})  # field above one -> a flag without a value
     presence: Mapping[str, str] = MappingProxyType({})  # a flag without a value -> the field that it turns on
@@ -111,7 +116,8 @@ def find_engine(text: str, device: Device, ranks: int = 1, benchmark: str | None
             limits["max_batched_tokens"], limits["max_seqs"], fraction, table["flags"], release.get("cache_of", {}),
             wait=scripts.get("dp_wait", 0) if dp > 1 else 0,
             graph_tokens=table.get("graph_tokens", 0), beside=scripts.get("beside", {}),
-            logit_bytes=release.get("logit_bytes", 6.0), command=table["command"],
+            logit_bytes=release.get("logit_bytes", 6.0), command=table["command"], drafts=table["drafts"],
+            totals=tuple(table.get("totals", ())),
             kv_names=table.get("kv_names", {}), switches=table.get("switches", {}),
             presence=table.get("presence", {}), online=table.get("online", {}),
         )  # fmt: skip
@@ -130,15 +136,21 @@ def split_words(line: str, field: str) -> list[str]:
 
 
 def read_flags(engine: Engine, text: str) -> tuple[dict[str, str], list[str]]:
-    """Flags as an engine spells them: fields with their values, and a note on each flag that is not read."""
+    """Flags as an engine spells them: fields with their values, and a note on each flag that is not read.
+
+    The field `rest` is what a start line takes over as it is.
+    """
     found: dict[str, str] = {}
     unread: list[str] = []
+    rest: list[str] = []
     given = split_words(text, "engine_args")
     words = [part for word in given for part in (word.split("=", 1) if word.startswith("-") else [word])]
     at = 0
     while at < len(words):
         word, at = words[at], at + 1
         has_value = at < len(words) and not re.match(r"--?[a-zA-Z]", words[at])
+        field = engine.presence.get(word) or engine.flags.get(word)
+        rest += words[at - 1 : at + (has_value and word not in engine.presence)] if field not in WRITTEN else []
         if word in engine.presence:
             found[engine.presence[word]] = "1"
             continue
@@ -149,5 +161,5 @@ def read_flags(engine: Engine, text: str) -> tuple[dict[str, str], list[str]]:
         else:
             unread.append(word)
         at += has_value
-    notes = [f"{spell('engine_args')}: not read: {', '.join(unread)}"] if unread else []
-    return found, notes
+    notes = [f"{spell('engine_args')}: not read, only passed on: {', '.join(unread)}"] if unread else []
+    return found | ({"rest": shlex.join(rest)} if rest else {}), notes

@@ -45,25 +45,32 @@ def read_launch(line: str) -> dict[str, Any]:
 
 def write_command(
     model: str, engine: Engine, layout: Deployment, has_fp8_cache: bool, quantization: str | None = None,
-    max_model_len: int | None = None,
+    max_model_len: int | None = None, *, has_experts: bool = True, drafts: int = 0, rest: str = "",
 ) -> str:  # fmt: skip
     """The line that starts this deployment; limits are written out, so that another release does the same."""
     spelled: dict[str, str] = {}
     for flag, field in engine.flags.items():
         if flag.startswith("--"):
             spelled.setdefault(field, flag)
+    copies = layout.dp if has_experts else 1
     # SGLang and TensorRT-LLM count the ranks of data parallel attention as tensor parallel ones too.
-    ranks = layout.tp * (layout.dp if engine.id != "vllm" else 1)
-    values = {"tp": ranks, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
+    values = {
+        "tp": layout.tp * (copies if engine.id != "vllm" else 1),
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "ep": layout.ep,
+    }
     asked: dict[str, Any] = {name: value for name, value in values.items() if value > 1}
     asked |= {"max_batched_tokens": engine.max_batched_tokens, "max_seqs": engine.max_seqs,
-              "memory_fraction": engine.memory_fraction, "kv_cache": "fp8" if has_fp8_cache else None,
+              "memory_fraction": engine.memory_fraction,
+              "kv_cache": engine.kv_names.get("fp8", "fp8") if has_fp8_cache else None,
               "quantization": quantization, "max_model_len": max_model_len}  # fmt: skip
     words = [engine.command.format(model=model)]
     words += [
-        f"{spelled[name]} {engine.kv_names.get(str(value), value)}"
+        f"{spelled[name]} {value * copies if name in engine.totals else value}"
         for name, value in asked.items()
         if name in spelled and value is not None
     ]
-    words += [flag for name, flag in engine.switches.items() if values.get(name, 1) > 1]
-    return " ".join(words)
+    words += [flag for name, flag in engine.switches.items() if has_experts and values.get(name, 1) > 1]
+    drafting = engine.drafts.format(drafts=drafts, tokens=drafts + 1) if drafts else ""
+    return " ".join(filter(None, [*words, drafting, rest]))

@@ -11,7 +11,7 @@ from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.presentation import find_presenter
 from flopcalc.base.rows import shorten
 from flopcalc.base.spelling import spell
-from flopcalc.base.units import format_bytes, parse_size
+from flopcalc.base.units import format_bytes, format_seconds, parse_size
 from flopcalc.base.vocabulary import name_part
 from flopcalc.core.estimate.notes import describe_inferred
 from flopcalc.hardware.devices import Device, find_device
@@ -143,31 +143,36 @@ def serve_setup(setup: Setup) -> ServingAnswer:
     if not media.kernels and {"vision", "audio"} & {stage.group for stage in estimator.stages}:
         notes.append("prompts are text alone: give images, videos or sound, and their towers are timed too")
     layout = _choose_layout(setup, flags, model, device, engine, traffic, notes)
-    engine = _set_limits(find_engine(name, device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags)
+    engine = _set_limits(
+        find_engine(name, device, layout.tp * layout.pp, traffic.benchmark, layout.dp), setup, flags, layout.dp
+    )
     room = find_room(model, layout, device, engine, traffic.tokens)
     longest, smallest = find_longest(model, layout, room), _find_smallest(model, device, engine, traffic.tokens)
+    most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
+    longest = min(longest, most or longest) if "max_model_len" in flags else longest
     answer = ServingAnswer(
         model.name, engine, device, layout, traffic, room, room.fits, longest, smallest, "", {}, {}, {}, None, "", ()
     )
     if not room.fits:
         notes.append(_explain_fit(answer))
         return answer._replace(notes=tuple(notes), evidence="memory alone")
-    quantization = _find_quantization(engine, weights, source.stored, notes)
-    most = _find_most_tokens(flags, traffic, 0 if longest == model.longest else longest)
-    answer = answer._replace(
-        command=write_command(source.hub_id or source.name, engine, layout, model.cache_bytes < 2, quantization, most)
-    )
+    quantization = _find_quantization(engine, weights, source.stored, notes) or flags.get("quantization")
+    command = write_command(
+        source.hub_id or source.name, engine, layout, model.cache_bytes < 2, quantization, most,
+        has_experts=model.experts > 1, drafts=_explain_start(answer, model, notes), rest=flags.get("rest", ""),
+    )  # fmt: skip
     fitted = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
     step = StepModel(model, layout, Rates(device, layout.gpus, engine.id), media)
-    return _time(answer._replace(evidence=fitted.evidence), setup, step, fitted, notes)
+    return _time(answer._replace(command=command, evidence=fitted.evidence), setup, step, fitted, notes)
 
 
-def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
+def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str], dp: int) -> Engine:
     """The engine with the limits that flags or fields say; fields win."""
     changes: dict[str, Any] = {}
     for name in ("max_batched_tokens", "max_seqs", "block_size", "interval", "graph_tokens"):
         if name in flags:
-            changes[name] = parse_size(flags[name], name)
+            ranks = dp if "attention_dp" in flags and name in engine.totals else 1
+            changes[name] = max(1, parse_size(flags[name], name) // ranks)
         if setup.get(name) is not None:
             changes[name] = setup.get(name)
     changes |= {name: True for name in ("mixes", "chunks") if name in flags}
@@ -175,6 +180,23 @@ def _set_limits(engine: Engine, setup: Setup, flags: dict[str, str]) -> Engine:
     if share is not None:
         changes["memory_fraction"] = read_share(share, "memory_fraction")
     return engine.set_limits(changes)
+
+
+def _explain_start(answer: ServingAnswer, model: ServedModel, notes: list[str]) -> int:
+    """Drafts that the start line asks of the model's own layers, with notes on what a line cannot say."""
+    engine, layout, speculation = answer.engine, answer.layout, answer.traffic.speculation
+    ranks, is_own = layout.tp * layout.dp, speculation is not None and speculation.is_own
+    unsaid = {
+        f"{engine.name} spreads experts over all {ranks} ranks of tp · dp, or over none":
+            "ep" in engine.switches and 1 < layout.ep < ranks,
+        f"the start line is of one copy: start {layout.dp} of them behind a router":
+            layout.dp > 1 and model.experts == 1 and "dp" not in engine.flags.values(),
+        "the start line is of one worker: add its role, and what sends the keys": any(answer.traffic.workers),
+        "the start line names no draft model: add yours, with as many drafts of a step":
+            speculation is not None and not is_own,
+    }  # fmt: skip
+    notes += [note for note, holds in unsaid.items() if holds]
+    return speculation.drafts if speculation is not None and is_own else 0
 
 
 def _find_quantization(engine: Engine, weights: str, stored: str, notes: list[str]) -> str | None:
@@ -206,8 +228,6 @@ def _choose_layout(
     given: dict[str, int] = {}
     for name in ("tp", "dp", "pp", "ep"):
         value = setup.get(name, (parse_size(flags[name], name),) if name in flags else None)
-        if value is not None and len(value) > 1:
-            raise WorkloadError(f"{spell(name)}: serving takes one value")
         if value is not None:
             given[name] = value[0]
     gpus = setup.place.gpus
@@ -220,6 +240,8 @@ def _choose_layout(
         if gpus % others:
             raise WorkloadError(f"{spell('gpus', gpus)} is no multiple of dp · pp = {others}")
         given["tp"] = gpus // others
+    if "attention_dp" in flags and "dp" not in engine.flags.values():  # of all ranks
+        given.setdefault("dp", given.get("tp", 1))
     ranks = given.get("tp", 1) * given.get("dp", 1)
     if "attention_dp" in flags and given.get("tp", 1) % given.get("dp", 1) == 0:  # its tp counts these ranks too
         ranks, given["tp"] = given.get("tp", 1), given.get("tp", 1) // given.get("dp", 1)
@@ -227,7 +249,8 @@ def _choose_layout(
         given.setdefault("ep", ranks)
     layout = Deployment(**given)
     if gpus is not None and gpus != layout.gpus:
-        raise WorkloadError(f"{spell('gpus', gpus)} is not tp · dp · pp = {layout.gpus}")
+        way = f"give {spell('tp', gpus)} or {spell('dp', gpus)} alone"
+        raise WorkloadError(f"{spell('gpus', gpus)} is not tp · dp · pp = {layout.gpus}: {way}")
     check_layout(layout, model)
     return layout
 
@@ -371,11 +394,11 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         notes.append(f"{traffic.users:,} users who think for {traffic.think_s:g} s keep {traffic.concurrency:,} "
                      "requests in flight")  # fmt: skip
     requests, shares = load.requests, load.shares
-    if traffic.concurrency is not None:
-        most = min(room.max_concurrency, engine.max_seqs) * layout.replicas * (traffic.workers[1] or 1)
-        if traffic.concurrency > most:
-            limit = "the cache" if room.max_concurrency < engine.max_seqs else spell("max_seqs", engine.max_seqs)
-            notes.append(f"{limit} lets {most:,} request{'s' * (most > 1)} of this length run at once: others wait")
+    at_once = min(room.max_concurrency, engine.max_seqs) * layout.replicas * (traffic.workers[1] or 1)
+    waits = (traffic.concurrency or 0) > at_once
+    if waits:
+        limit = "the cache" if room.max_concurrency < engine.max_seqs else spell("max_seqs", engine.max_seqs)
+        notes.append(f"{limit} lets {at_once:,} request{'s' * (at_once > 1)} of this length run at once: others wait")
     if load.is_full:
         notes.append("the load is more than the server can take: waiting times grow without bound")
     means = {name: _mean(values) for name, values in load.kept.items() if values}
@@ -387,9 +410,11 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         most = load_fitted()["streamed_tokens_per_s"]
         line = outputs * (traffic.concurrency / most - tpot)
         if line > ends["ttft_s"][1]:
-            ends["ttft_s"] = (ends["ttft_s"][0], line)
+            if traffic.benchmark is not None:  # as the rows that showed it were measured
+                ends["ttft_s"] = (ends["ttft_s"][0], line)
             notes.append(
-                f"the host may limit it: the high end is for one that streams {most:,} tokens/s, the least seen"
+                f"a host that streams {most:,} tokens/s, the fewest seen, lets first tokens wait "
+                f"{format_seconds(line)}: the intervals are with{'' if traffic.benchmark else 'out'} it"
             )
     low, high = (first + (outputs - 1) * later for first, later in
                  zip(ends["ttft_s"], ends.get("tpot_s", (0.0, 0.0)), strict=True))  # fmt: skip
@@ -441,7 +466,7 @@ def _time(answer: ServingAnswer, setup: Setup, step: StepModel, weights: Weights
         use={"mfu": flops / (answer.gpus * peak),
              "bandwidth": step.count_bytes(decodes, decodes * (inputs + outputs / 2)) / seconds / step.rates.bandwidth},
         objectives=_judge(found, load, run, rate) if traffic.objectives else None,
-        advice=_advise(found, step.model), notes=tuple(dict.fromkeys(notes)),
+        advice=_advise(found, step.model, waits or load.is_full), notes=tuple(dict.fromkeys(notes)),
     )  # fmt: skip
 
 
@@ -452,9 +477,16 @@ def _spread(per_second: float, rate: float, inputs: float) -> dict[str, float]:
             "per_million_tokens": each / (1 + inputs)}  # fmt: skip
 
 
+def _find_judged(kept: dict[str, Weighted], name: str) -> dict[str, float]:
+    """Percentiles that an objective is for: between tokens the larger one of all gaps and of the answers' own means."""
+    found = _find_percentiles(kept[name])
+    means = _find_percentiles(kept["tpot_s"]) if name == "itl_s" else found
+    return {at: max(value, means[at]) for at, value in found.items()}
+
+
 def _meets(load: Load, names: Sequence[str]) -> bool:
     limits = dict(load.traffic.objectives)
-    found = {name: _find_percentiles(load.kept[name]) for name in names if load.kept[name]}
+    found = {name: _find_judged(load.kept, name) for name in names if load.kept[name]}
     return not load.is_full and all(found[name][limits[name].at] <= limits[name].limit_s for name in found)
 
 
@@ -478,23 +510,27 @@ def _judge(answer: ServingAnswer, load: Load, run: Callable[[Traffic], Load], ra
             low, high = (middle, high) if _meets(run(_set_load(traffic, middle)), names) else (low, middle)
         return low
 
+    def count_users(most: float) -> int:
+        """On more GPUs users wait less, so fewer requests are in flight: users are dealt out, not requests."""
+        waits = run(_set_load(traffic, most or 1)).mean("e2e_s")
+        own = int(most * (waits + traffic.think_s) / waits)
+        return max(own, traffic.users) if most >= asked else min(own, traffic.users - 1)
+
     found: dict[str, Any] = {}
     for name, limit in limits.items():
-        value, is_met = answer.percentiles.get(name, {}).get(limit.at), _meets(load, [name])
-        found[name] = {"limit_s": limit.limit_s, "at": limit.at, "value_s": value,
-                       "met": is_met, "most_load": find_most([name], is_met)}  # fmt: skip
+        value, is_met = _find_judged(load.kept, name).get(limit.at), _meets(load, [name])
+        most = find_most([name], is_met)
+        found[name] = {"limit_s": limit.limit_s, "at": limit.at, "value_s": value, "met": is_met, "most_load": most,
+                       **({"most_users": count_users(most)} if traffic.users else {})}  # fmt: skip
     good = [share for (ttft, share), (e2e, _), request in
             zip(load.kept["ttft_s"], load.kept["e2e_s"], load.requests, strict=True)
             if ("ttft_s" not in limits or ttft <= limits["ttft_s"].limit_s)
             and ("itl_s" not in limits or e2e - ttft <= limits["itl_s"].limit_s * (request.output - 1))]  # fmt: skip
-    most = min(each["most_load"] for each in found.values())
-    users: dict[str, int] = {}
+    most, users = min(each["most_load"] for each in found.values()), dict[str, int]()
     needs = asked / most if most else 0.0
-    if traffic.users and most:  # on more GPUs they wait less, so fewer are in flight: users are dealt out, not requests
-        waits = run(_set_load(traffic, most)).mean("e2e_s")
-        own = int(most * (waits + traffic.think_s) / waits)
-        users = {"most_users": max(own, traffic.users) if most >= asked else min(own, traffic.users - 1)}
-        needs = traffic.users / max(1, users["most_users"])
+    if traffic.users:
+        users = {"most_users": min(each["most_users"] for each in found.values())}
+        needs = traffic.users / max(1, users["most_users"]) if most else 0.0
     return {**found, "load": "requests_per_s" if is_rate else "concurrency", "most_load": most, **users,
             "goodput_tokens_per_s": rate * sum(good) / sum(load.shares),
             "gpus_needed": math.ceil(needs) * answer.gpus or None}  # fmt: skip
@@ -504,8 +540,13 @@ def _set_load(traffic: Traffic, load: float) -> Traffic:
     return traffic._replace(rate=load) if traffic.rate is not None else traffic._replace(concurrency=round(load))
 
 
-def _advise(answer: ServingAnswer, model: ServedModel) -> str:
-    """The change that helps most, by the largest part of a step."""
+def _advise(answer: ServingAnswer, model: ServedModel, waits: bool) -> str:
+    """The change that helps most, by the largest part of a step; where requests wait, what lets more of them run."""
+    if waits:
+        more = f" or a larger {spell('max_seqs')}"
+        if answer.room.max_concurrency < answer.engine.max_seqs:
+            more = ", an fp8 cache or shorter requests" if model.cache_bytes >= 2 else " or shorter requests"
+        return f"requests wait: more GPUs{more} let more run at once"
     part, share = next(iter(answer.shares.items()))
     changes = {
         "KV cache": "an fp8 cache halves it" if model.cache_bytes >= 2 else "shorter contexts or more GPUs cut it",
@@ -524,7 +565,7 @@ _EVIDENCE = {
     "engine and GPU": "this model was not measured on this GPU with this engine: others were",
     "engine": "nothing was measured on this GPU with this engine: the interval is that of a GPU never seen",
     "media": "images, videos and sound were not compared with measurements of an engine: the interval is wide",
-    "data sheet": "neither this GPU's generation nor its engine was measured: the interval is wide",
+    "data sheet": "no GPU of this generation was measured: the interval is wide",
 }
 
 

@@ -57,6 +57,7 @@ class Speculation(NamedTuple):
 
     drafts: int
     accepted: float
+    is_own: bool = False  # by the model's own layers
 
     @property
     def tokens(self) -> float:
@@ -147,7 +148,7 @@ def _read_speculation(text: str, source: Source) -> Speculation:
             f"{spell('speculative', text)}: write k=3,accept=0.7: drafts of a step, and the share that is accepted; "
             "or mtp,accept=0.7 for a model with layers of multi-token prediction: it drafts with all of them"
         )
-    return Speculation(drafts, read_share(found[3], "speculative"))
+    return Speculation(drafts, read_share(found[3], "speculative"), found[1] is not None)
 
 
 def read_traffic(setup: Setup, model: ServedModel, source: Source) -> Traffic:

@@ -227,6 +227,11 @@ def find_sequences(asked: int | str | tuple[int, str], length: int) -> int:
     if isinstance(asked, str):
         raise WorkloadError(f"{spell('global_batch', 'auto')} belongs to plan")
     if isinstance(asked, int):
+        if asked * length > 4_000_000_000:  # of no run; a number of tokens was taken for sequences
+            raise WorkloadError(
+                f"{spell('global_batch')}: {asked:,} sequences of {length:,} are {format_tokens(asked * length)} "
+                f"a step; a number of tokens is written as {spell('global_batch', '16Mtok')}"
+            )
         return asked
     tokens, suffix = int(asked[0]), asked[1]
     power = {"k": 1, "m": 2, "b": 3, "t": 4}.get(suffix, 0)

@@ -135,7 +135,7 @@ class SetupKeywords(TypedDict, total=False):
     batch_size: Annotated[Size, Field("Samples of one micro-batch, on each GPU{ECXT: (or group of GPUs that share a sample)}.", "work", _COUNT + "K", "size", "N", default="1")]
     seq_len: Annotated[Size, Field("Length per sample, visual tokens included; 4k is 4,096.", "work", _PLAN + "K", "size", "N")]
     text: Annotated[Size, Field("Text tokens per sample; visual and audio tokens are added.", "work", _PLAN + "K", "size", "N")]
-    lengths: Annotated[Iterable[int] | str, Field("Lengths of the documents in one packed row, instead of a length and a batch.", "work", _COUNT, "sizes", "N,N,…")]
+    lengths: Annotated[Iterable[int] | str, Field("Lengths of the documents in one packed row, instead of a length; each row of the batch is alike.", "work", _COUNT, "sizes", "N,N,…")]
     decoder_seq_len: Annotated[Size, Field("Encoder-decoders: length of the decoder; the other length is the encoder's.", "work", _PLAN, "size", "N")]
     grad_accum: Annotated[Size, Field("Micro-batches per step.", "work", _COUNT, "size", "N", default="1")]
     global_batch: Annotated[Size, Field("All sequences of a step, or tokens as in '4M tokens'{L:; a plan's default is about 4M tokens, auto searches it}.", "work", _PLAN, "global_batch", "N|4Mtok{L:|auto}")]

@@ -415,10 +415,10 @@ def list_evidence() -> Iterator[tuple[str, list[Json], list[Json]]]:
         yield f"measured models: {kind}", rows, []
     found: dict[str, tuple[list[Json], list[Json]]] = defaultdict(lambda: ([], []))
     for number in list_measured():
-        for place, compared in enumerate((compare_all(number), compare_all(number, make_predictions(number)))):
-            before = compare_all(number)
+        predicted = compare_all(number)
+        for place, compared in enumerate((predicted, compare_all(number, make_predictions(number)))):
             for name, row in compared.items():
-                title = "recorded types" if before[name]["is_recorded"] else "borrowed operators"
+                title = "recorded types" if predicted[name]["is_recorded"] else "borrowed operators"
                 title = "weights of few bits: data sheet" if row["kind"] == "quantized" else title
                 found[title][place].append(row)
     for title, (before, today) in found.items():

@@ -98,6 +98,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "qwen2-vl", "--seq", "99", "--image", "no.png"], "neither WIDTHxHEIGHT nor a file"),
     (["--model", "qwen2-vl", "--seq", "99", "--max-pixels", "9"], "--max-pixels needs --image or --video"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--image", "9x9", "--max-pixels", "9"], "has no such limit"),
+    (
+        ["--model", "vit-base", "--image", "9x9", "--max-pixels", "9"],
+        "; --image-grid 1,H,W takes another size in patches",
+    ),
     (["--model", "llava-1.5-7b", "--seq", "999", "--video", "9s@1fps"], "--video: llava-1.5-7b takes no videos"),
     (["--model", "qwen2-vl", "--seq", "999", "--video", "9s"], "'9s' is no video; write 30s@2fps"),
     (["--model", "gpt2", "--seq", "9", "--video", "9s@1fps"], "is a text model: it takes no videos"),
@@ -111,7 +115,15 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "--text", "5"], "--seq and --text contradict each other"),
     (["--model", "gpt2", "--seq", "5", "--lengths", "5"], "--seq and --lengths contradict"),
     (["--model", "gpt2", "--text", "5", "--lengths", "5"], "--text and --lengths contradict"),
-    (["--model", "gpt2", "--lengths", "5", "--batch", "1"], "--batch contradicts it"),
+    (
+        ["--model", "gpt2", "--seq", "10", "--objective", "orpo"],
+        "orpo is dpo without a reference: give dpo,reference=no",
+    ),
+    (
+        ["--model", "gpt2", "--seq", "10", "--objective", "ppo"],
+        "ppo has passes that are not counted; none counts plain",
+    ),
+    (["--model", "gpt2", "--seq", "1000", "--global-batch", "16M"], "are 16.78B tokens a step; a number of tokens is"),
     (["--model", "gpt2", "--seq", "5", "--context", "5"], "context belongs to phase decode, not train"),
     (["--model", "gpt2", "--seq", "5", "--context", "0", "--phase", "prefill"], "context belongs to phase decode"),
     (["--model", "gpt2", "--lengths", "5", "--phase", "decode"], "decode takes neither"),

@@ -15,6 +15,7 @@ from flopcalc.cli import main
 Capture = pytest.CaptureFixture[str]
 TINY = ("estimate", "sweep-tiny")
 PREDICT = ("predict", "qwen2.5-0.5b")
+SERVING = ("serving", "llama-3.2-1b", "--input-len", "64", "--output-len", "8")
 PLAN = ("plan", "qwen2.5-0.5b", "--tokens", "1B", "--global-batch", "16", "--pp", "1", "--zero", "1", "--tp", "1")
 
 
@@ -39,6 +40,9 @@ def run_json(capsys: Capture, *arguments: str) -> Any:
         (TINY, {"device": ["h200", "b200"], "gpus": ["1", "2"]}, ("--seq", "64", "--step-time", "1ms")),
         (PREDICT, {"device": ["h200", "h100-sxm"], "seq": ["128", "256"]}, ()),
         (PLAN, {"device": ["h200", "h100-sxm"], "gpus": ["2", "4"]}, ("--seq", "512")),
+        (SERVING, {"device": ["l4", "h100"], "rate": ["2", "0.5"]}, ("--ttft", "2s")),
+        (SERVING, {"gpus": ["1", "2"], "users": ["3", "9"]}, ("--device", "h100", "--think", "5s")),
+        (SERVING, {"device": ["h100", "l4"], "concurrency": ["1", "1k"]}, ()),
     ],
 )
 def test_rows_are_the_single_results(
@@ -53,7 +57,8 @@ def test_rows_are_the_single_results(
         combinations = [{**before, name: value} for before in combinations for value in values]
     assert len(shown["rows"]) == len(combinations)
     for row, chosen in zip(shown["rows"], combinations, strict=True):
-        sizes = {name: 1024 if value == "1k" else int(value) for name, value in chosen.items() if name != "device"}
+        sizes = {name: {"1k": 1024, "0.5": 0.5}.get(value) or int(value) for name, value in chosen.items()
+                 if name != "device"}  # fmt: skip
         assert row.pop("varied") == {**({"device": chosen["device"]} if "device" in chosen else {}), **sizes}
         plain = [piece for name, value in chosen.items() for piece in (f"--{name}", str(sizes.get(name, value)))]
         assert row == run_json(capsys, *command, *plain, *rest)
@@ -159,7 +164,10 @@ def test_a_curve_has_a_title_and_hollow_points_that_do_not_fit(capsys: Capture, 
         (("compare", "gpt2", "b@batch=2", "--seq", "1,2"), "gpt2@seq=2 'b@batch=2;seq=1' 'b@batch=2;seq=2'"),
         (("compare", "gpt2", "--recompute", "none,full"), "write gpt2@recompute=none gpt2@recompute=full"),
         (("estimate", "gpt2,gpt2-xl", "--seq", "8"), "`flopcalc compare A B` takes several models"),
-        (("serving", "gpt2", "--device", "h100,h200", "--input-len", "8", "--output-len", "8"), "One device is needed"),
+        ((*SERVING, "--device", "h100", "--rate", "1,x"), "--rate: 'x' is not a number"),
+        ((*SERVING, "--device", "h100", "--concurrency", "4", "--plot", "x.svg"), "a curve needs a list"),
+        ((*SERVING, "--device", "h100", "--concurrency", ",".join(map(str, range(1, 66)))), "65 combinations"),
+        (("explain", "gpt2", "--seq", "8", "--device", "h100,h200", "--op", "*"), "One device is needed"),
     ],
 )
 def test_refused(
@@ -171,3 +179,23 @@ def test_refused(
     out, err = capsys.readouterr()
     assert (end.value.code, out) == (2, "")
     assert words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "title", "header"),
+    [
+        (("--device", "h100", "--concurrency", "1,2"), "vLLM on 1 × NVIDIA H100 80GB HBM3 (one GPU): 64 tokens in, 8",
+         "concurrency TTFT TPOT end to end tokens/s per GPU $ per 1M output"),
+        (("--device", "l4,h100", "--rate", "1", "--itl", "1s"), "llama-3.2-1b, vLLM: 64 tokens in, 8 out, 1 requests/s",
+         "device GPUs TTFT TPOT end to end tokens/s per GPU $ per 1M output objectives GPUs needed"),
+        (("--device", "h100", "--gpus", "1,2", "--users", "3"), "llama-3.2-1b, vLLM: 64 tokens in, 8 out, 3 users",
+         "gpus GPUs TTFT TPOT end to end tokens/s per GPU $ per 1M output"),
+    ],
+)  # fmt: skip
+def test_table_of_serving(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], title: str, header: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    lines = run(capsys, *SERVING, *arguments).splitlines()
+    assert title in lines[0]
+    assert lines[2].split() == header.split()

@@ -273,6 +273,17 @@ TINY: dict[str, dict[str, Any]] = {
         "in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": 10, "adaln_lora_dim": 6,
         "max_size": [4, 16, 16], **_WIDE,
     },
+    "UNetControlNetXSModel": {
+        "block_out_channels": [8, 16, 24], "cross_attention_dim": 10, "num_attention_heads": 2, "norm_num_groups": 4,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+        "transformer_layers_per_block": [1, 2, 1], "ctrl_conditioning_embedding_out_channels": [6, 10, 14, 4],
+        "ctrl_block_out_channels": [4, 8, 12], "ctrl_num_attention_heads": [1, 2, 3], "ctrl_max_norm_num_groups": 4,
+    },
+    "CosmosControlNetModel": {
+        "n_controlnet_blocks": 2, "in_channels": 8, "latent_channels": 6, "model_channels": 24, "text_embed_dim": 10,
+        "adaln_lora_dim": 6, "max_size": [4, 16, 16], **_WIDE,
+    },
     "PriorTransformer": {
         "num_layers": 2, "embedding_dim": 10, "num_embeddings": 5, "additional_embeddings": 4, "clip_embed_dim": 10,
         **_WIDE,
@@ -370,6 +381,11 @@ TINY: dict[str, dict[str, Any]] = {
         "up_num_layers_per_block": [2, 1], "clip_text_in_channels": 10, "clip_text_pooled_in_channels": 6,
         "clip_image_in_channels": 14, "clip_seq": 2, "switch_level": [False],
     },
+    "WuerstchenPrior": {"c_in": 4, "c": 24, "c_cond": 10, "c_r": 6, "depth": 2, "nhead": 2},
+    "WuerstchenDiffNeXt": {
+        "c_in": 2, "c_out": 2, "c_r": 6, "c_cond": 12, "c_hidden": [8, 16], "nhead": [-1, 2], "blocks": [1, 2],
+        "level_config": ["CT", "CTA"], "inject_effnet": [False, True], "effnet_embd": 4, "clip_embd": 10,
+    },
     "UVit2DModel": {
         "hidden_size": 24, "cond_embed_dim": 6, "micro_cond_encode_dim": 2, "micro_cond_embed_dim": 10,
         "encoder_hidden_size": 10, "vocab_size": 31, "codebook_size": 30, "in_channels": 14, "block_out_channels": 16,
@@ -382,6 +398,11 @@ TINY: dict[str, dict[str, Any]] = {
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "attention_head_dim": 2, "norm_num_groups": 4,
     },
 }  # fmt: skip
+# What enlarges latents of videos once.
+UPSAMPLERS: dict[str, dict[str, Any]] = {
+    "LTXLatentUpsamplerModel": {"in_channels": 6, "mid_channels": 32, "num_blocks_per_stage": 2},
+    "LTX2LatentUpsamplerModel": {"in_channels": 6, "mid_channels": 32, "num_blocks_per_stage": 1},
+}
 # T2I-Adapters, which pipelines run once; name -> config.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "full": {"in_channels": 3, "channels": [8, 16, 16, 24], "num_res_blocks": 1},
@@ -439,12 +460,16 @@ TINY_VAES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 IMAGES = (
+    "AsymmetricAutoencoderKL",
     "AutoencoderKL",
+    "AutoencoderRAE",
+    "ConsistencyDecoderVAE",
     "AutoencoderKLFlux2",
     "AutoencoderDC",
     "VQModel",
     "PaellaVQModel",
     "AutoencoderKLHunyuanImage",
+    "AutoencoderKLKVAE",
     "AutoencoderKLQwenImage21",
     "AutoencoderTiny",
 )  # what takes no videos
@@ -482,6 +507,114 @@ LATER_VAES: dict[str, dict[str, Any]] = {
         "latent_channels": 4, "block_out_channels": [32, 64, 64], "layers_per_block": 1, "in_channels": 3,
         "out_channels": 3, "spatial_compression_ratio": 4, "sample_size": 32,
     },
+}  # fmt: skip
+# Autoencoders with sizes of their own: class, config, calls; those that cut tiles run without data.
+_LEVELS = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+_MINIMAX = {
+    "block_out_channels": [4, 6, 6, 8, 8], "norm_num_groups": 2, "latent_channels": 2, "layers_per_block": 1,
+    "spatial_downsample_factors": [2, 2, 2, 2, 1], "temporal_downsample_factors": [1, 2, 1, 1, 1],
+    "decoder_num_layers": 2, "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 24,
+    "latents_mean": [0, 0], "latents_std": [1, 1], "clip_length": 5,
+}  # fmt: skip
+_RAE = {
+    "encoder_hidden_size": 128, "encoder_num_hidden_layers": 2, "decoder_hidden_size": 24, "patch_size": 4,
+    "decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 20,
+}  # fmt: skip
+_KVAE_VIDEO = {"ch": 32, "ch_mult": [1, 2, 3], "z_channels": 6, "num_res_blocks": 1}
+_VIDTOK = {"ch": 8, "ch_mult": [1, 2, 2, 3], "z_channels": 6, "num_res_blocks": 1}
+_ASYMMETRIC = {
+    "down_block_out_channels": [32, 64, 64, 64], "up_block_out_channels": [32, 64, 96, 96], "layers_per_up_block": 2,
+    **_LEVELS,
+}  # fmt: skip
+OTHER_VAES: dict[str, tuple[str, dict[str, Any], list[tuple[str, tuple[int, int, int, int]]]]] = {
+    "KVAE": (
+        "AutoencoderKLKVAE",
+        {"channels": 32, "ch_mult": [1, 2, 3], "z_channels": 6, "num_enc_blocks": 1, "num_dec_blocks": 2},
+        [("encode", (2, 1, 16, 24)), ("decode", (2, 1, 2, 3))],
+    ),
+    "KVAE, videos": (
+        "AutoencoderKLKVAEVideo", _KVAE_VIDEO,
+        [
+            ("encode", (2, 1, 16, 24)), ("encode", (1, 9, 16, 24)), ("encode", (1, 37, 8, 12)),
+            ("decode", (2, 1, 2, 3)), ("decode", (1, 5, 2, 3)), ("decode", (1, 6, 2, 3)), ("decode", (1, 12, 2, 1)),
+        ],
+    ),
+    "KVAE, videos, twice as fast": (
+        "AutoencoderKLKVAEVideo", {**_KVAE_VIDEO, "temporal_compress_times": 2},
+        [("encode", (1, 9, 16, 24)), ("decode", (1, 10, 2, 3)), ("decode", (1, 11, 2, 1))],
+    ),
+    "Kandinsky 6, upscaling": (
+        "Kandinsky6SRVAE",
+        {
+            "encoder_block_out_channels": [4, 8, 12, 16], "decoder_block_out_channels": [6, 8, 10, 16],
+            "latent_channels": 6, "layers_per_block": 1,
+        },
+        [
+            ("encode", (2, 1, 16, 24)), ("encode", (1, 9, 16, 24)), ("encode", (1, 37, 8, 16)),
+            ("decode", (2, 1, 2, 3)), ("decode", (1, 5, 2, 3)), ("decode", (1, 6, 2, 3)), ("decode", (1, 12, 2, 3)),
+        ],
+    ),
+    "VidTok": (
+        "AutoencoderVidTok", _VIDTOK,
+        [
+            ("encode", (2, 1, 16, 24)), ("encode", (1, 9, 16, 24)), ("encode", (1, 8, 8, 16)),
+            ("encode", (1, 6, 8, 16)), ("decode", (2, 1, 2, 3)), ("decode", (1, 5, 2, 3)),
+        ],
+    ),
+    "VidTok, codes, both ways": (
+        "AutoencoderVidTok",
+        {
+            **_VIDTOK, "is_causal": False, "tempo_ds": [0, 1], "tempo_us": [3, 1], "regularizer": "fsq",
+            "double_z": False,
+        },
+        [("encode", (2, 1, 16, 24)), ("encode", (1, 20, 16, 24)), ("decode", (1, 9, 2, 3))],
+    ),
+    "Allegro, without data": (
+        "AutoencoderKLAllegro",
+        {
+            "block_out_channels": [4, 6, 8, 10], "norm_num_groups": 2, "latent_channels": 2, "layers_per_block": 1,
+            "sample_size": 128,
+        },
+        [
+            ("encode", (1, 40, 144, 176)), ("encode", (1, 24, 128, 128)), ("decode", (1, 10, 19, 22)),
+            ("decode", (1, 5, 19, 22)),
+        ],
+    ),
+    "MiniMax-H3, without data": (
+        "AutoencoderKLMiniMaxH3", _MINIMAX,
+        [
+            ("encode", (2, 1, 32, 64)), ("encode", (1, 9, 32, 48)), ("encode", (1, 2, 272, 464)),
+            ("decode", (1, 7, 2, 3)), ("decode", (1, 4, 20, 34)), ("decode", (2, 12, 2, 3)),
+        ],
+    ),
+    "MiniMax-H3, nothing dropped": (
+        "AutoencoderKLMiniMaxH3", {**_MINIMAX, "token_drop": 0},
+        [("encode", (1, 9, 32, 48)), ("decode", (1, 1, 2, 3)), ("decode", (1, 7, 2, 3))],
+    ),
+    "RAE": (
+        "AutoencoderRAE", {**_RAE, "encoder_input_size": 56},
+        [("encode", (2, 1, 32, 64)), ("decode", (1, 1, 4, 4)), ("decode", (2, 1, 3, 3))],
+    ),
+    "RAE, masked": (
+        "AutoencoderRAE", {**_RAE, "encoder_type": "mae", "encoder_patch_size": 16, "encoder_input_size": 64},
+        [("encode", (2, 1, 32, 64)), ("decode", (1, 1, 4, 4))],
+    ),
+    "of two sides": (
+        "AsymmetricAutoencoderKL", _ASYMMETRIC, [("encode", (2, 1, 32, 64)), ("decode", (2, 1, 2, 3))],
+    ),
+    "of two sides, without a mask": (
+        "AsymmetricAutoencoderKL", {**_ASYMMETRIC, "reads_mask": False}, [("decode", (2, 1, 2, 3))],
+    ),
+    "consistency": (
+        "ConsistencyDecoderVAE",
+        {
+            "encoder_block_out_channels": [32, 64, 32], "encoder_layers_per_block": 1,
+            "encoder_down_block_types": ["DownEncoderBlock2D"] * 3, "decoder_block_out_channels": [32, 64, 96],
+            "decoder_down_block_types": ["ResnetDownsampleBlock2D"] * 3, "decoder_layers_per_block": 1,
+            "decoder_up_block_types": ["ResnetUpsampleBlock2D"] * 3,
+        },
+        [("encode", (2, 1, 16, 24)), ("decode", (1, 1, 2, 3)), ("decode", (2, 1, 2, 1))],
+    ),
 }  # fmt: skip
 # The same classes with other settings; name -> class and config.
 MORE_VAES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -715,6 +848,23 @@ MORE: dict[str, list[dict[str, Any]]] = {
         },
         {**TINY["CosmosTransformer3DModel"], "expand_timesteps": True},
     ],
+    "UNetControlNetXSModel": [
+        {
+            **TINY["UNetControlNetXSModel"], "block_out_channels": [8, 16], "ctrl_block_out_channels": [4, 12],
+            "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "ctrl_num_attention_heads": 2,
+            "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "transformer_layers_per_block": 1,
+            "use_linear_projection": False, "ctrl_learn_time_embedding": True, "time_embedding_mix": 0.5,
+            "addition_embed_type": "text_time", "addition_time_embed_dim": 2,
+            "projection_class_embeddings_input_dim": 18,
+        },
+    ],
+    "CosmosControlNetModel": [
+        {
+            **TINY["CosmosControlNetModel"], "n_controlnet_blocks": 3, "text_embed_dim": 18, "expand_timesteps": True,
+            "extra_pos_embed_type": "learnable", "use_crossattn_projection": True, "crossattn_proj_in_channels": 10,
+            "encoder_hidden_states_channels": 18,
+        },
+    ],
     "SanaVideoTransformer3DModel": [{**TINY["SanaVideoTransformer3DModel"], "expand_timesteps": True}],
     "HiDreamImageTransformer2DModel": [{**TINY["HiDreamImageTransformer2DModel"], "num_routed_experts": 0}],
     "Flux3Transformer2DModel": [{**TINY["Flux3Transformer2DModel"], "flow_map": True}],
@@ -769,8 +919,15 @@ def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> O
     """What a counter sees of one forward pass, or of one with its backward pass; attention is plain products."""
     model.train(train)
 
-    plain = ("T2IAdapter", "UVit2DModel", "ZImageControlNetModel")  # return no object
-    more = {} if type(model).__name__ in plain else {"return_dict": False}
+    plain = (
+        "T2IAdapter",
+        "UVit2DModel",
+        "Wuerstchen",
+        "ZImageControlNetModel",
+        "LTXLatent",
+        "LTX2Latent",
+    )  # return no object
+    more = {} if type(model).__name__.startswith(plain) else {"return_dict": False}
 
     def step() -> None:
         with torch.set_grad_enabled(train):
@@ -825,25 +982,37 @@ def find_differences(
 
 
 def find_vae_differences(
-    name: str, config: dict[str, Any], side: str, size: tuple[int, int, int, int]
+    name: str, config: dict[str, Any], side: str, size: tuple[int, int, int, int], device: str = "cpu"
 ) -> dict[str, Any]:
     """As find_differences, of one call of a VAE's encode or decode on (batch, frames, height, width) of its input."""
-    model = build(name, config).eval()
+    model = build(name, config).eval().to(device)
     batch, t, h, w = size
-    widths = ("vq_embed_dim", "latent_channels", "z_dim")
-    channels = 3 if side == "encode" else next(config[key] for key in widths if key in config)
+    widths = ("vq_embed_dim", "latent_channels", "z_dim", "z_channels")
+    channels = 3 if side == "encode" else next((config[key] for key in widths if key in config), 4)
+    if name == "AutoencoderRAE" and side == "decode":
+        channels = config["encoder_hidden_size"]
     flat = name in IMAGES and name != "AutoencoderKLQwenImage21"
-    given = torch.randn(batch, channels, h, w) if flat else torch.randn(batch, channels, t, h, w)
+    given = torch.randn(batch, channels, *(() if flat else (t,)), h, w, device=device)
     times = [torch.ones(batch)] if config.get("timestep_conditioning") and side == "decode" else []
     more: dict[str, Any] = {"force_not_quantize": True} if name == "VQModel" and side == "decode" else {}
     if name == "AutoencoderKLTemporalDecoder":  # frames are images
         given, more = given.transpose(1, 2).flatten(0, 1), {"num_frames": t} if side == "decode" else {}
 
+    called = getattr(model, side)
+    if name == "AutoencoderKLAllegro":
+        model.enable_tiling()
+    if name == "AsymmetricAutoencoderKL" and side == "decode" and config.get("reads_mask", True):
+        side_of = 2 ** (len(config["up_block_out_channels"]) - 1)
+        more = {"image": torch.randn(batch, 3, h * side_of, w * side_of)}
+        more["mask"] = torch.ones(batch, 1, h * side_of, w * side_of)
+    if name == "AutoencoderVidTok" and side == "encode":  # its forward pads the frames first
+        model.decode, called = lambda latents: latents, model
+
     def step() -> None:
         with torch.no_grad():
-            getattr(model, side)(given, *times, **more)
+            called(given, *times, **more)
 
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), torch.device(device):
         counted = count_flops(model, step)
     estimator = CountedEstimator(
         bind_model(load_config({"_class_name": name, **config}), is_part=True), None, "full", "eager"

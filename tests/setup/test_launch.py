@@ -219,13 +219,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         "padding_free: false\nactivation_offloading: true\n", "TRL",
         {"model": "qwen3-30b-a3b", "seq_len": 512, "batch_size": 4, "compute": "bf16", "recompute": "full",
          "lora": {"r": 16, "targets": ("param:experts.down_proj",)}, "attention_kernel": "eager"},
-        ["packing: a row counts as one text of the full length; lengths gives those of the texts in it",
+        ["packing: a row counts as one text of the full length, lengths gives those of the texts in it",
          "activation_offloading: what lies on the host is counted on the GPU"],
     ),
     "args.json": (
         ARGUMENTS, "HF TrainingArguments",
         {"model": "gpt2", "seq_len": 100, "batch_size": 2, "grad_accum": 8, "compute": "fp16"},
         ["odd"],
+    ),
+    "freeze.yaml": (
+        "model_name_or_path: gpt2\nfinetuning_type: freeze\nfreeze_trainable_layers: 2\nstage: sft\n"
+        "cutoff_len: 64\nper_device_train_batch_size: 2\ndisable_gradient_checkpointing: true\n", "LLaMA-Factory",
+        {"model": "gpt2", "seq_len": 64, "batch_size": 2},
+        ["finetuning_type, freeze_trainable_layers: counted as if all of it trained, train_only names what trains"],
     ),
 }  # fmt: skip
 
@@ -296,7 +302,7 @@ def test_command_prints_what_it_took_and_what_it_did_not_understand(tmp_path: Pa
     ("options", "key", "expected"),
     [
         (["--seq", "100"], "seq", 100),
-        (["--lengths", "100,200"], "lengths", [100, 200]),
+        (["--lengths", "100,200"], "lengths", [100, 200] * 2),
         (["--grad-accum", "2"], "grad_accum", 2),
     ],
 )
@@ -375,7 +381,11 @@ def make_bomb(table: str, entry: str) -> str:
         ("a.yaml", "base_model: 3\n", "a.yaml: base_model must be a name or path, not 3"),
         ("a.yaml", "base_model: gpt2\nsequence_len: -4\n", "a.yaml: sequence_len must be at least 1, not -4"),
         ("a.yaml", "base_model: mamba-130m\nadapter: lora\nsequence_len: 8\n", "PEFT has none by default for mamba"),
-        ("a.yaml", "micro_batch_size: 1\nsequence_len: 8\n", "no known model in it; name the model yourself"),
+        (
+            "a.yaml",
+            "micro_batch_size: 1\nsequence_len: 8\n",
+            "it does not say the whole model; name the model yourself",
+        ),
         ("a.yaml", "base_model: no/such-model\nsequence_len: 8\n", "'no/such-model' is not a path"),
         ("a.yaml", "base_model: gpt2\nx: &x [*x]\n", "a.yaml: more than 10,000 entries, the most that is read"),
         ("a.yaml", make_bomb("{{{}}}", "k{}: *a{}"), "a.yaml: more than 10,000 entries"),
@@ -524,7 +534,7 @@ LINES: list[tuple[str, tuple[str, ...], dict[str, Any], list[str]]] = [
      ("Megatron-LM", "torchrun"), {"gpus": 8, "seq": 128, "batch": 2, "ep": 2, "compute": "bf16"}, []),
     (f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-file v.json --rampup-batch-size 16 16 99",
      ("Megatron-LM", "torchrun"), {"gpus": 8},
-     ["rampup-batch-size", "num-layers …: the model's vocabulary is not said; name the model yourself"]),
+     ["rampup-batch-size", "num-layers …: the model's vocabulary is not said, add --vocab-size N to the script"]),
 ]  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def _h200() -> Any:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"objective": "ppo"}, "'ppo' unknown"),
+        ({"objective": "ppo"}, "ppo has passes that are not counted"),
         ({"objective": 3}, "a mapping, not 3"),
         ({"objective": "dpo,reference"}, "no KEY=VALUE"),
         ({"objective": "dpo,teacher=gpt2"}, "dpo has completion, reference, not 'teacher'"),
@@ -141,6 +141,7 @@ deepspeed --module $training_commands
 EARLIER_RL = """
 ray job submit --runtime-env-json='{"working_dir": "/openrlhf"}' -- python3 -m openrlhf.cli.train_ppo_ray \\
    --actor_num_nodes 2 --actor_num_gpus_per_node 8 --vllm_num_engines 4 --advantage_estimator reinforce_baseline \\
+   --colocate_all_models --rollout_batch_size 1024 --n_samples_per_prompt 8 \\
    --pretrain Qwen/Qwen3-0.6B --reward_pretrain none --micro_train_batch_size 4 --train_batch_size 128 \\
    --prompt_max_len 1024 --generate_max_len 512 --init_kl_coef 1e-4 --gradient_checkpointing
 """
@@ -219,13 +220,13 @@ FILES: list[tuple[str, str, str, dict[str, Any]]] = [
         "lora": {"r": 8, "targets": ("all-linear",)},
     }),
     ("rl.sh", REINFORCE, "OpenRLHF", {
-        "objective": "grpo,completion=1024,score=yes,reference=no", "seq": 4096, "global_batch": 32, "batch": 1,
+        "objective": "grpo,completion=1024,score=yes,reference=no", "seq": 4096, "global_batch": 1024, "batch": 1,
     }),
     ("dpo_before.sh", EARLIER_DPO, "OpenRLHF", {
         "objective": "dpo", "seq": 8192, "global_batch": 256, "batch": 1, "recompute": "full", "compute": "bf16",
     }),
     ("rl_before.sh", EARLIER_RL, "OpenRLHF", {
-        "objective": "grpo,completion=512,score=yes,reference=yes", "seq": 1536, "global_batch": 128, "batch": 4,
+        "objective": "grpo,completion=512,score=yes,reference=yes", "seq": 1536, "global_batch": 8192, "batch": 4,
         "gpus": 16, "recompute": "full",
     }),
     ("trl.yaml", TRL_GRPO, "TRL", {"objective": "grpo,completion=256,score=yes,reference=yes", "batch": 8}),
@@ -245,9 +246,46 @@ def test_launch_files_say_their_objective(
     found = read_launch(path)
     assert found.frameworks == (framework,)
     assert {key: found.taken[key].value for key in expected} == expected
-    assert not found.not_understood
+    assert all(": sequences of one update" in each for each in found.not_understood)
     length = {} if "seq" in found.taken else {"seq_len": 1024}
     assert estimate_flops(launch=path, **length).passes
+
+
+UPDATE = "sequences of one update, a step is a whole rollout and all updates on it"
+REWARD = "the reward model's pass is not counted, estimate its forward pass by itself and add it"
+
+
+@pytest.mark.parametrize(
+    ("text", "notes"),
+    [
+        (EARLIER_RL, [f"train_batch_size: {UPDATE}"]),
+        (
+            EARLIER_RL.replace("colocate_all_models", "ref_num_gpus_per_node 8").replace(
+                "pretrain none", "pretrain a/b"
+            ),
+            [
+                "vllm_num_engines, ref_num_gpus_per_node: gpus are those of the actor alone, for the MFU of all give "
+                "their sum as gpus",
+                f"reward_pretrain: {REWARD}",
+                f"train_batch_size: {UPDATE}",
+            ],
+        ),
+        (
+            REINFORCE.replace("--train.batch", "--train.max_epochs 2 --train.batch"),
+            ["train.max_epochs: training on a rollout is counted once", f"train.batch_size: {UPDATE}"],
+        ),
+        (EARLIER_DPO.replace("--bf16", "--max_epochs 2"), []),
+        (VERL.replace("$@", "reward_model.enable=True"), [f"reward_model.enable: {REWARD}"]),
+        (
+            VERL.replace("$@", "reward_model.enable=False actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+            [f"actor_rollout_ref.actor.ppo_mini_batch_size: {UPDATE}"],
+        ),
+    ],
+)
+def test_what_a_step_of_a_launch_file_leaves_out_is_said(text: str, notes: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    assert list(read_launch(path).not_understood) == notes
 
 
 @pytest.mark.parametrize(

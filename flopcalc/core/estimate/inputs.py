@@ -255,8 +255,6 @@ def _find_length(
             raise WorkloadError(
                 f"{estimator.source.name} is an encoder-decoder: it takes no packed {spell('lengths')}; {asked}"
             )
-        if inputs.batch is not None and not (inputs.of_batch and inputs.batch == 1):
-            raise WorkloadError(f"{spell('lengths')} describes one packed row: {spell('batch')} contradicts it")
         return None
     if estimator.has_decoder and not given and (inputs.phase == "decode" or inputs.decoder_seq is not None):
         return None

@@ -141,7 +141,10 @@ class ModelCounts(Protocol):
         samples = check_size(batch_size, "batch")
         if max_pixels is not None and sizes:
             if not self.vision.has_pixel_limit:
-                raise WorkloadError(f"{spell('max_pixels')}: {self.source.name}'s processor has no such limit")
+                raise WorkloadError(
+                    f"{spell('max_pixels')}: {self.source.name}'s processor has no such limit"
+                    + f"; {spell('image_grid', '1,H,W')} takes another size in patches" * (self.vision.kind == "grid")
+                )
             preprocessor = {**(preprocessor or {}), "max_pixels": check_size(max_pixels, "max_pixels")}
         for size in sizes:
             if not isinstance(size, Sequence) or len(size) != 2:

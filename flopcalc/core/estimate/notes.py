@@ -34,7 +34,7 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     is_unknown = bool(named) and model.head.table == "none" and has_unknown_head(named)
     if is_unknown:
         notes.append(f"the config names {format_value(named)[1:-1]}, whose head is not known: counted without one")
-    elif model.head.kind != "lm" and (not named or find_ending(named) != model.head.table):
+    elif model.head.kind != "lm" and not model.head.note and (not named or find_ending(named) != model.head.table):
         notes.append(f"counted with head {model.head} in place of the one of {spec.architecture}")
     elif model.head.kind != "lm" and _is_foreign(named, model):
         named = format_value(named)[1:-1]
@@ -50,7 +50,10 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
         notes.append(f"no audio given, so the audio tower is not counted; add some with {spell('audio', 'SECONDS')}")
     longest = max(side.longest for side in (load, load.decoder) if side is not None)
     if model.position_limit and model.position_kind == "rotary" and longest > model.position_limit:
-        notes.append(f"length {longest} is beyond max_position_embeddings = {model.position_limit}")
+        notes.append(
+            f"length {longest} is beyond max_position_embeddings = {model.position_limit}"
+            + ", its type's default" * (str(model.position_limit) not in str(model.source.config))
+        )
     if load.phase == "train" and not estimator.trains(load):
         notes.append("nothing trains under this recipe, so there is no backward pass")
     side = load.decoder or load
@@ -104,17 +107,28 @@ def _list_unread(model: BoundModel) -> list[str]:
         if isinstance(value, int) and key not in read and not key.endswith("_token_id")
         and (near := find_nearest(key, read - config.keys(), 1, 0.9))
     }  # fmt: skip
-    return [f"{spec.name} does not read {key} = {config[key]}: did you mean {near}?" for key, near in typed.items()] + [
-        f"{spec.name} does not read {other} = {config[other]}: "
-        + (f"{name} = {config[name]} is counted" if name in config else f"did you mean {name}?")
-        for name, others in _OTHER_NAMES.items()
-        for other in others
-        if isinstance(config.get(other), int)
-        and other not in typed
-        and config.get(name) != config[other]
-        and name in read
-        and other not in read
-    ]
+    return (
+        [f"{spec.name} does not read {key} = {config[key]}: did you mean {near}?" for key, near in typed.items()]
+        + [
+            f"{spec.name} does not read {other} = {config[other]}: "
+            + (f"{name} = {config[name]} is counted" if name in config else f"did you mean {name}?")
+            for name, others in _OTHER_NAMES.items()
+            for other in others
+            if isinstance(config.get(other), int)
+            and other not in typed
+            and config.get(name) != config[other]
+            and name in read
+            and other not in read
+        ]
+        + [
+            f"{spec.name} does not read {key} = {config[key]}: it is counted without"
+            for key in ("n_experts", "num_experts", "num_local_experts", "n_routed_experts", "sliding_window")
+            if isinstance(config.get(key), int)
+            and config[key] > 1
+            and key not in {*read, *typed}
+            and (key != "sliding_window" or config.get("use_sliding_window", True))
+        ]
+    )
 
 
 def _describe_absorbed(estimator: Estimator, load: Workload) -> list[str]:

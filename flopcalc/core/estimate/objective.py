@@ -21,6 +21,10 @@ KEYS: dict[str, tuple[str, ...]] = {
     "distill": ("completion", "teacher"),
 }
 _FLAGS = {"yes": True, "no": False}
+_OTHERS = {
+    **dict.fromkeys(("orpo", "cpo", "simpo"), "is dpo without a reference: give dpo,reference=no"),
+    **dict.fromkeys(("kto", "ppo"), "has passes that are not counted; none counts plain training"),
+}
 
 
 @frozen()
@@ -60,7 +64,10 @@ def read_objective(value: object) -> Objective | None:
         said = dict(value)
     else:
         raise WorkloadError(f"{spell('objective')} is text as in 'dpo', or a mapping, not {format_value(value)}")
-    name = check_word(said.pop("name", None), OBJECTIVES, spell("objective"), WorkloadError, suggests=True)
+    name = said.pop("name", None)
+    if isinstance(name, str) and name in _OTHERS:
+        raise WorkloadError(f"{spell('objective')}: {name} {_OTHERS[name]}")
+    name = check_word(name, OBJECTIVES, spell("objective"), WorkloadError, suggests=True)
     for key, given in said.items():
         if key not in KEYS[name]:
             known = ", ".join(KEYS[name]) or "no settings"
@@ -110,7 +117,8 @@ def count_passes(
     if objective.is_paired:
         notes.append(f"{spell('batch')} is in pairs: each is two sequences")
     if len(passes) > 1:
-        notes.append("MFU and HFU count all passes over the time of the whole step, as perf/mfu_step of the monitor")
+        whole = "whole step" + ": a rollout and all updates on it" * ("rollout" in passes)
+        notes.append(f"MFU and HFU count all passes over the time of the {whole}, as perf/mfu_step of the monitor")
     total: Estimate = sum(passes.values())  # type: ignore[assignment]
     return total.replace(passes=passes).add_notes(notes)
 

@@ -25,6 +25,7 @@ from flopcalc.core.model.components import Pipeline, read_pipeline
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op, Pointwise, Stage, Weighted, join, map_ops
 from flopcalc.core.recipe.recipe import make_recipe
+from flopcalc.core.spec.merge import list_pipelines
 from flopcalc.core.spec.spec import find_spec
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device
@@ -71,10 +72,15 @@ class PipelineEstimator(Estimator):
         pipeline: Pipeline | None = None,
         parts: tuple[PipelinePart, ...] = (),
         uncounted: tuple[str, ...] = (),
+        others: tuple[PipelineEstimator, ...] = (),
     ) -> None:
         latents = denoiser.model.latents
         assert latents is not None  # else it is no denoiser
-        self.denoiser, self.pipeline, self.parts, self.uncounted = denoiser, pipeline, parts, uncounted
+        self.denoiser, self.pipeline, self.parts = denoiser, pipeline, parts
+        self.uncounted, self.others = uncounted, others
+        self._name = pipeline.denoiser if pipeline is not None else _DENOISER
+        # Of the parts, where this pipeline runs in another one: their names there.
+        self._names: Mapping[str, str] = pipeline.tables.get("parts", {}) if pipeline is not None else {}
         self.latents: Latents = latents
         self.source, self.spec, self.stages = denoiser.source, denoiser.spec, denoiser.stages
         self.vision, self.audio, self.has_decoder, self.has_text_encoder = None, None, False, True
@@ -115,13 +121,18 @@ class PipelineEstimator(Estimator):
             runs_of_steps = pipeline.count_runs(steps, strength)
             notes = (*notes, *pipeline.describe_runs(steps, runs_of_steps, strength))
             first = pipeline.count_first(steps, runs_of_steps)
-        passes = pipeline.passes if guided and pipeline is not None else 1 + bool(guided)
-        references = asked.references if asked.references is not None or pipeline is None else pipeline.references
-        leading = 0 if pipeline is None else pipeline.tables.get("leading", 0)  # latents of a given image before them
-        grid = (grid[0] * (1 + (references or 0)) + int(leading), *grid[1:])
+        passes = int(pipeline.tables.get("passes", 2)) if guided and pipeline is not None else 1 + bool(guided)
+        references = asked.references
+        if references is None:  # given images that are read as tokens
+            references = 0 if pipeline is None else int(pipeline.tables.get("references", 0))
+        # Latents of what is given beside them.
+        leading = pipeline.size("leading", 0, frames) if pipeline is not None and "leading" in pipeline.tables else 0
+        grid = (grid[0] * (1 + references) + leading, *grid[1:])
         chosen = self._choose(asked.parts)
         batch = asked.batch * asked.images_per_prompt
-        read = pipeline.count_read(text) if pipeline is not None else text
+        # Positions of text that the denoiser reads.
+        read = pipeline.size("read", text) if pipeline is not None and "read" in pipeline.tables else text
+        prompts = 1 if pipeline is None or not samples else int(pipeline.tables.get("prompts", 1))
         runs: list[PartRun] = []
         terms: list[Estimate] = []
 
@@ -136,10 +147,9 @@ class PipelineEstimator(Estimator):
 
         # Most pipelines' passes cost the same, whether they are one call or several.
         calls = 1 if pipeline is not None and pipeline.tables.get("one_call") else passes
-        if "denoiser" in chosen and first:
-            load = make_load(batch * passes // calls, "forward" if phase == "sample" else phase)
-            name = pipeline.denoiser if pipeline is not None else _DENOISER
-            add(name, _DENOISER, self.denoiser.estimate(load) * (first * calls * sections))
+        if self._name in chosen and first:
+            load = make_load(batch * prompts * passes // calls, "forward" if phase == "sample" else phase)
+            add(self._name, _DENOISER, self.denoiser.estimate(load) * (first * calls * sections))
         for part in self.parts:
             if part.name not in chosen:
                 continue
@@ -166,24 +176,36 @@ class PipelineEstimator(Estimator):
             elif part.kind == _TEXT:
                 assert pipeline is not None
                 length = pipeline.count_encoded(dict(pipeline.encoders)[part.name], text)
-                estimate = part.estimator.estimate(Workload(asked.batch, length, phase="forward"))
+                estimate = part.estimator.estimate(Workload(asked.batch * prompts, length, phase="forward"))
                 add(part.name, _TEXT, estimate * (2 if guided and pipeline.encodes_negative() else 1))
             else:
                 times = latents.count_times(section, per_frame)
-                places = (times, grid[1] * latents.pack, grid[2] * latents.pack)
+                side = latents.pack * (1 if pipeline is None else int(pipeline.tables.get("enlarged", 1)))
+                places = (times, grid[1] * side, grid[2] * side)
                 sides: dict[str, Any] = (
                     {"videos": (places,) * batch} if samples else {"grids": ((section, height, width),) * batch}
                 )
                 estimate = part.estimator.estimate(Workload(batch, 0, phase="forward", **sides))
-                estimate *= pipeline.decoded * sections if pipeline is not None and samples else 1
+                estimate *= int(pipeline.tables.get("decoded", 1)) * sections if pipeline is not None and samples else 1
                 found = pipeline.count_given(frames, strength, bool(guided)) if pipeline is not None else []
-                for given, encoded in [*found, (1, references or 0)]:
+                for given, encoded in [*found, (1, references)]:
                     if encoded:  # what the VAE encodes for the denoiser, once for a prompt
                         start = ((given, height, width),) * asked.batch
                         estimate += (
                             part.estimator.estimate(Workload(asked.batch, 0, phase="forward", grids=start)) * encoded
                         )
                 add(part.name, _VAE, estimate)
+        for inner in self.others if samples else ():
+            wanted = tuple(name for name, own in inner._names.items() if own in chosen)
+            if wanted:
+                is_sized = inner.pipeline is not None and inner.pipeline.tables.get("sized")
+                size, said = asked.size if is_sized else None, asked.text if inner.latents.text_key else None
+                estimate = inner.ask(asked._replace(size=size, text=said, steps=None, strength=None, parts=wanted))
+                run = estimate.pipeline
+                assert run is not None  # it is a pipeline's
+                terms.append(estimate)
+                runs += [part._replace(name=inner._names.get(part.name, part.name)) for part in run.parts]
+                notes = (*notes, f"{inner._names[inner._name]} runs {run.sampling_steps} steps")
         if not terms:
             raise WorkloadError("no part is left to count")
         whole = terms[0]
@@ -207,7 +229,12 @@ class PipelineEstimator(Estimator):
                 raise WorkloadError(f"{spell(field)} belongs to phase sample, not {asked.phase}")
         own = self.pipeline
         if asked.strength is not None and (own is None or own.strength is None):
-            raise WorkloadError(f"{spell('strength')}: {name} runs all of its steps")
+            ways = [
+                f"; {spell('model_type', each)} takes it"
+                for each in list_pipelines()
+                if own and each == own.name.replace("Pipeline", "Img2ImgPipeline")
+            ]
+            raise WorkloadError(f"{spell('strength')}: {name} runs all of its steps{''.join(ways)}")
         if asked.strength is not None and asked.strength > 1:
             raise WorkloadError(f"{spell('strength')} must be at most 1, not {asked.strength:g}")
         if asked.references is not None and (own is None or "references" not in own.tables):
@@ -228,7 +255,8 @@ class PipelineEstimator(Estimator):
             raise WorkloadError(f"how large are the images? Give {what}")
         width, height, frames = (self.pipeline.size(key) for key in ("width", "height", "frames"))
         size = f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
-        return width, height, frames, (f"no size given: {size}, as {self.pipeline.name} takes by itself",)
+        note = f"no size given: {size}, as {self.pipeline.name} takes by itself"
+        return width, height, frames, () if self._names else (note,)
 
     def _describe_parts(self, samples: bool, width: int, height: int) -> tuple[str, ...]:
         """What should be known of the pipeline's parts, and of sizes that it changes by itself."""
@@ -238,9 +266,11 @@ class PipelineEstimator(Estimator):
             notes.append("given images are counted at the size of the output")
         if pipeline is None or not samples:
             return tuple(notes)
-        if any(part.kind == _DENOISER for part in self.parts):
+        if pipeline.second and "first" not in pipeline.tables and any(part.kind == _DENOISER for part in self.parts):
             notes.append(pipeline.describe_split())
-        if pipeline.is_binned and (width, height) != (own := (pipeline.size("width"), pipeline.size("height"))):
+        if pipeline.tables.get("binned") and (width, height) != (
+            own := (pipeline.size("width"), pipeline.size("height"))
+        ):
             notes.append(
                 f"counted at {width}x{height}; unless use_resolution_binning is False, {pipeline.name} makes the image "
                 f"at the nearest of its own sizes, of about {own[0]}x{own[1]} pixels, and resizes it"
@@ -270,18 +300,26 @@ class PipelineEstimator(Estimator):
             )
         return self.pipeline.count_text() if self.pipeline is not None else self.latents.length
 
-    def _choose(self, asked: tuple[str, ...] | None) -> set[str]:
-        """Names of the parts to count; the denoiser is `denoiser`."""
+    def _list_words(self) -> dict[str, set[str]]:
+        """Words that name parts, and which."""
         words: dict[str, set[str]] = {
-            "denoiser": {"denoiser", *(part.name for part in self.parts if part.kind == _DENOISER)},
-            "all": {"denoiser", *(part.name for part in self.parts)},
+            "denoiser": {self._name, *(part.name for part in self.parts if part.kind == _DENOISER)},
+            "all": {self._name, *(part.name for part in self.parts)},
         }
         if self.pipeline is not None:
-            words[self.pipeline.denoiser] = {"denoiser"}
+            words[self._name] = {self._name}
             for kind, names in ((_TEXT, ("text", "text_encoders")), (_VAE, ())):
                 found = {part.name for part in self.parts if part.kind == kind}
                 words |= dict.fromkeys(names, found)
             words |= {part.name: {part.name} for part in self.parts}
+        for other in self.others:
+            for word, chosen in other._list_words().items():
+                words.setdefault(other._names.get(word, word), set()).update(other._names[name] for name in chosen)
+        return words
+
+    def _choose(self, asked: tuple[str, ...] | None) -> set[str]:
+        """Names of the parts to count."""
+        words = self._list_words()
         if asked is None:
             return words["all"]
         chosen: set[str] = set()
@@ -336,7 +374,8 @@ class PipelineEstimator(Estimator):
         }
         parts = tuple(part._replace(estimator=part.estimator.change(**changes)) for part in self.parts)
         denoiser = self.denoiser.change(recompute=recompute, **changes)
-        return PipelineEstimator(denoiser, self.pipeline, parts, self.uncounted)
+        others = tuple(other.change(**changes) for other in self.others)
+        return PipelineEstimator(denoiser, self.pipeline, parts, self.uncounted, others)
 
     def count(self, load: Workload, convention: Convention) -> Flops:
         return self.denoiser.count(load, convention)
@@ -351,7 +390,8 @@ class PipelineEstimator(Estimator):
         return self.denoiser.rows(load, convention)
 
     def parameters(self) -> dict[str, int]:
-        found = [self.denoiser.parameters(), *(part.estimator.parameters() for part in self.parts)]
+        inner = (*(part.estimator for part in self.parts), *self.others)
+        found = [self.denoiser.parameters(), *(each.parameters() for each in inner)]
         return {key: sum(each[key] for each in found) for key in found[0]}
 
     def notes(self, load: Workload) -> list[str]:
@@ -450,27 +490,44 @@ def _read_sizes(given: Sequence[Any], batch: int, many: int, what: str) -> tuple
     return sizes[0]
 
 
-def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEstimator]) -> PipelineEstimator:
-    """The estimator of a pipeline's config; `make` gives a bound model its estimator (denoiser or frozen part)."""
-    pipeline = read_pipeline(source.config, source.where)
+def bind_pipeline(
+    source: Source, make: Callable[[BoundModel, bool], CountedEstimator], stage: Mapping[str, Any] | None = None
+) -> PipelineEstimator:
+    """The estimator of a pipeline's config; `make` gives a bound model its estimator (denoiser or frozen part).
+
+    `stage`: how another pipeline runs this one, whose parts are frozen then.
+    """
+    pipeline = read_pipeline(source.config, source.where, stage)
+    own = stage["parts"] if stage is not None else {}
     inner = dict(source.config[pipeline.denoiser])
     inner.setdefault("model_type", inner.get("_class_name"))
     _check_class(inner["model_type"], source, pipeline.denoiser)
     inner |= pipeline.list_passed()
-    denoiser = make(bind_model(source.replace(config=inner, where=f"{source.where}: {pipeline.denoiser}")), False)
+    if stage is None:
+        denoiser = make(bind_model(source.replace(config=inner, where=f"{source.where}: {pipeline.denoiser}")), False)
+    else:
+        denoiser = make(_bind_part(source, own[pipeline.denoiser], _DENOISER, inner), True)
     if denoiser.model.latents is None:
         raise ConfigError(f"{source.where}: its {pipeline.denoiser} is no denoiser that flopcalc describes")
     parts = []
     for name, kind in _list_parts(pipeline):
-        config = source.config.get(name)
-        if isinstance(config, Mapping):
-            if kind == _DENOISER:
-                config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
-            config = {**config, **pipeline.list_passed(name)}
-            parts.append(PipelinePart(name, kind, make(_bind_part(source, name, kind, config), True)))
+        found = source.config.get(name)
+        several = enumerate(found) if isinstance(found, list) else ()
+        for part, config in [(f"{name}.nets.{number}", each) for number, each in several] or [(name, found)]:
+            if isinstance(config, Mapping):
+                if kind == _DENOISER:
+                    config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
+                config = {**config, **pipeline.list_passed(name)}
+                bound = _bind_part(source, own.get(name, part), kind, config)
+                parts.append(PipelinePart(part, kind, make(bound, True)))
     for modules in pipeline.perturbed:
         parts.append(PipelinePart(_DENOISER, _PERTURBED, make(_perturb(denoiser.model, modules), True)))
-    return PipelineEstimator(denoiser, pipeline, tuple(parts), tuple(pipeline.list_uncounted(source.config)))
+    others = []
+    for table in pipeline.tables.get("stages", ()):
+        given = {name: source.config[whole] for name, whole in table["parts"].items() if source.config.get(whole)}
+        others.append(bind_pipeline(source.replace(config={**given, "_class_name": table["pipeline"]}), make, table))
+    uncounted = tuple(pipeline.list_uncounted(source.config))
+    return PipelineEstimator(denoiser, pipeline, tuple(parts), uncounted, tuple(others))
 
 
 def _perturb(model: BoundModel, modules: Sequence[str]) -> BoundModel:
@@ -487,7 +544,9 @@ def _perturb(model: BoundModel, modules: Sequence[str]) -> BoundModel:
         paths = ((f"{stage.path}.{number}" if stage.repeated else stage.path, chain) for number, chain in layers)
         return stage.replace(layers=tuple(map_ops(chain, partial(change, path)) for path, chain in paths))
 
-    return replace(model, stages=tuple(put(stage) for stage in model.stages))
+    # A live denoiser itself says what trains; nothing does here.
+    source = model.source.replace(module=None)
+    return replace(model, source=source, stages=tuple(put(stage) for stage in model.stages))
 
 
 def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:

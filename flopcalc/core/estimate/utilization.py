@@ -190,6 +190,12 @@ def find_ideal_time(
             notes.append(f"{name or spell('peak')} has no {kind} peak: {kind} products count at its {own} peak")
         peaks.append(FormatPeak(kind, total, rate))
     seconds = sum(each.flops / each.peak_flops_per_s for each in peaks)
+    notes[:0] = [
+        f"{each.format} products are {100 * each.flops / each.peak_flops_per_s / seconds:.0f} % of the least time; "
+        f"most papers take one peak for all ({spell('compute', 'bf16')}), so their MFU is lower"
+        for each in peaks
+        if each.format == "fp32" and "bf16" in flops and 0.01 * seconds < each.flops / each.peak_flops_per_s
+    ]
     bf16 = given.get("bf16") if isinstance(peak, Mapping) else None
     if bf16 is None and known is not None:
         bf16 = known.peak_tflops.get("bf16", 0.0) * 1e12 or None

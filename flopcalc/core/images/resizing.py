@@ -276,14 +276,14 @@ def _resize_and_crop(width: int, height: int, values: Values) -> tuple[int, int]
     return height, width
 
 
-def _patch_sides(values: Values) -> tuple[int, int]:
+def patch_sides(values: Values) -> tuple[int, int]:
     high, wide = (values["patch"],) * 2 if isinstance(values["patch"], int) else values["patch"]
     return high, wide
 
 
 def _crop(width: int, height: int, values: Values) -> Grid:
     """Patches that fit into the resized image."""
-    (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
+    (height, width), (high, wide) = _resize_and_crop(width, height, values), patch_sides(values)
     return (1, height // high, width // wide)
 
 
@@ -363,7 +363,7 @@ def _divisible(width: int, height: int, values: Values) -> Grid:
 
 def _cover(width: int, height: int, values: Values) -> Grid:
     """Swin: patches that cover the resized image, the last ones padded."""
-    (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
+    (height, width), (high, wide) = _resize_and_crop(width, height, values), patch_sides(values)
     return (1, math.ceil(height / high), math.ceil(width / wide))
 
 

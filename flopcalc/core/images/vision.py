@@ -17,6 +17,7 @@ from flopcalc.core.workload.workload import Grid, read_grids
 # Limits of the image processor classes, used with a note where no preprocessor_config.json is given.
 # transformers 5.22: models/qwen2_vl/image_processing_qwen2_vl.py
 _SMART_DEFAULTS = (56 * 56, 28 * 28 * 1280)
+_UNCUT = {"do_resize": False, "do_center_crop": False}
 
 
 @frozen()
@@ -165,8 +166,9 @@ class Vision(Value):
                 f"this model takes videos: give {spell('video', 'WxHxFRAMES')} instead of {spell('image')}"
             )
         if self.kind == "fixed":
-            tokens = f": {self.tokens} tokens each" if self.tokens else ""
-            note = f"this model crops every image to one square{tokens}, whatever its size"
+            tokens = f", {self.tokens} tokens" if self.tokens else ""
+            side = self.side * self.patch
+            note = f"{width}x{height} becomes {side}x{side}{tokens}: the processor crops every image to one square"
             return (1, self.side, self.side), [note]
         if self.dims is not None and "pixels" in self.dims.spec.vision:
             grids, notes = _apply_rule(self.dims, width, height, preprocessor, images)
@@ -252,7 +254,7 @@ def _apply_rule(
         found_values = [value for _, value in (find_key(preprocessor or {}, key) for key in names) if value is not None]
         values[names[0]] = found_values[0] if found_values else dims.evaluate(str(text))
     note = "no preprocessor_config.json given: images cut as the processor class's defaults say"
-    from flopcalc.core.images.resizing import RULES  # imported lazily: few inputs are in pixels
+    from flopcalc.core.images.resizing import RULES, patch_sides  # imported lazily: few inputs are in pixels
 
     if name not in RULES:
         raise SpecError(f"{dims.spec.file}: [vision.pixels] rule {name!r} unknown.{format_nearest(name, RULES)}")
@@ -263,7 +265,11 @@ def _apply_rule(
     except (TypeError, ValueError, KeyError, ZeroDivisionError):
         shown = ", ".join(f"{key} {format_value(value)}" for key, value in values.items())
         raise WorkloadError(f"image {width}x{height}: rule {name!r} cannot cut it with {shown}") from None
-    return found if isinstance(found, list) else [found], [] if preprocessor else [note]
+    notes = [] if preprocessor else [note]
+    if name == "crop" and found != (whole := RULES[name](width, height, {**values, **_UNCUT})):
+        (high, wide), way = patch_sides(values), spell("image_grid", ",".join(map(str, whole)))
+        notes.append(f"{width}x{height} becomes {found[2] * wide}x{found[1] * high}; {way} counts it as it is")
+    return found if isinstance(found, list) else [found], notes
 
 
 def bind_vision(dims: BoundDims) -> Vision | None:

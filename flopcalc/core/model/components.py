@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
@@ -18,15 +18,17 @@ _KEYS = {
     "given", "encoded", "defaults", "encoders", "image_encoders", "passed", "second", "binned", "passes", "strength",
     "rounded_up", "references", "sizes", "beside", "beside_once", "siblings",
     "perturbed", "vae", "multiple", "merged", "decoded", "pictures", "one_call", "passed_parts", "section", "sections",
-    "leading", "beside_text",
+    "leading", "beside_text", "stages", "prompts", "notes", "last", "parts", "pipeline", "sized", "enlarged", "blocks",
+    "first",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 SCHEDULER = "scheduler"
+_DOTS = ("", ".", "..")
 _WARM = 4  # steps of PNDM's warm-up
 # Schedulers of the second order: two calls a step, but the last (diffusers 0.42.1, `order` of each class).
 _TWICE = (
     "DPMSolverSDEScheduler", "FlowMatchHeunDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler", "KarrasVeScheduler",
 )  # fmt: skip
 _TIMES = 1000  # timesteps in training
 _SHIFT = 3.0  # Wan's flow_shift: huggingface/diffusers, scripts/convert_wan_to_diffusers.py
@@ -45,17 +47,9 @@ class Pipeline(Value):
     values: PipelineNames
     tables: Mapping[str, Any]
 
-    @property
-    def reads_text(self) -> bool:
-        return "text" in self.tables
-
     def count_text(self) -> int:
         """The length of the text that a plain call is padded to."""
-        return self.size("text") if self.reads_text else 0
-
-    def count_read(self, text: int) -> int:
-        """Positions of text that the denoiser reads."""
-        return self.size("read", text) if "read" in self.tables else text
+        return self.size("text") if "text" in self.tables else 0
 
     def count_encoded(self, expression: str, text: int) -> int:
         return _check_whole(evaluate(expression, self.values.with_text(text)), expression)
@@ -88,26 +82,24 @@ class Pipeline(Value):
         """Parts of a pipeline that nothing describes, in words."""
         known = {self.denoiser, self.second, self.vae, SCHEDULER, *(name for name, _ in self.encoders)}
         known |= {*self.image_encoders, *self.beside, *self.tables.get("merged", ())}
+        known |= {name for stage in self.tables.get("stages", ()) for name in stage["parts"].values()}
+        own, named = self.tables.get("blocks"), config.get("_blocks_class_name")
+        other = "" if named in (None, own) else f", not with {named}, which its index names"
         return [
-            f"{name} ({part.get('_class_name')}) is not counted"
-            for name, part in config.items()
-            if name not in known and isinstance(part, Mapping)
+            *(
+                [f"counted with {own}, the default blocks of {self.name}{other}; other blocks change the run"]
+                if own
+                else []
+            ),
+            *self.tables.get("notes", ()),
+            *(
+                f"{name} is not counted: there is no {part}"
+                if isinstance(part, str)
+                else f"{name} ({part.get('_class_name')}) is not counted"
+                for name, part in config.items()
+                if isinstance(part, str if name in known else Mapping)
+            ),
         ]
-
-    @property
-    def passes(self) -> int:
-        """Runs of the denoiser in a step with guidance."""
-        return int(self.tables.get("passes", 2))
-
-    @property
-    def decoded(self) -> int:
-        """Images that the VAE makes for one of the denoiser's."""
-        return int(self.tables.get("decoded", 1))
-
-    @property
-    def references(self) -> int:
-        """Given images that the denoiser reads as tokens after those of the latents, where nobody says how many."""
-        return int(self.tables.get("references", 0))
 
     @property
     def strength(self) -> float | None:
@@ -140,6 +132,8 @@ class Pipeline(Value):
 
         Steps are spaced as UniPCMultistepScheduler's for flow matching are (diffusers 0.42.1).
         """
+        if "first" in self.tables:
+            return min(int(self.tables["first"]), runs)
         boundary = self.values.find("boundary_ratio")
         if boundary is None or not isinstance(self.values.find(self.second), Mapping):
             return runs
@@ -164,11 +158,6 @@ class Pipeline(Value):
             f"{self.second} runs the steps below boundary_ratio {self.values.find('boundary_ratio')}, as a flow_shift "
             f"of {self._find_shift():g} spaces them"
         )
-
-    @property
-    def is_binned(self) -> bool:
-        """Whether the pipeline makes an image at the nearest of its own sizes, then resizes it."""
-        return bool(self.tables.get("binned", False))
 
     def count_given(self, frames: int, strength: float | None = None, guided: bool = False) -> list[tuple[int, int]]:
         """Frames of what the VAE encodes for the denoiser (an image, or a whole video), and how many of these."""
@@ -195,7 +184,7 @@ class Pipeline(Value):
         """Keys that the config of the denoiser, or of another part, gets from the pipeline: how it is called."""
         passed = self.tables.get("passed_parts", {}).get(part, {}) if part else self.tables.get("passed", {})
         try:
-            return {key: evaluate(str(text), self.values) for key, text in passed.items()}
+            return {name: evaluate(str(text), self.values) for name, text in passed.items()}
         except MissingNameError as error:
             raise ConfigError(
                 f"{self.name}: missing key {error.name!r}, needed for its {part or self.denoiser}"
@@ -205,12 +194,12 @@ class Pipeline(Value):
         """Whether guidance encodes a second, empty prompt."""
         return evaluate_truth(str(self.tables.get("encodes_negative", "true")), self.values)
 
-    def size(self, key: str, text: int = 0) -> int:
+    def size(self, key: str, text: int = 0, frames: int = 1) -> int:
         """One of its expressions, as a whole number; 1 frame where it says none."""
         if key == "frames" and key not in self.tables:
             return 1
         try:
-            return _check_whole(evaluate(str(self.tables[key]), self.values.with_text(text)), key)
+            return _check_whole(evaluate(str(self.tables[key]), self.values.with_text(text, frames)), key)
         except MissingNameError as error:
             raise ConfigError(f"{self.name}: missing key {error.name!r}, needed for its {key}") from None
 
@@ -228,7 +217,9 @@ class PipelineNames:
         guided: bool = False,
     ) -> None:
         self._config, self._defaults = config, defaults
-        self._sizes = {"text": text, "frames": frames, "strength": strength, "guided": guided}
+        nets = config.get("controlnet")
+        several = len(nets) if isinstance(nets, list) else 1
+        self._sizes = {"text": text, "frames": frames, "strength": strength, "guided": guided, "nets": several}
 
     def with_text(self, text: int, frames: int = 1, strength: Number = 1, guided: bool = False) -> PipelineNames:
         return PipelineNames(self._config, self._defaults, text, frames, strength, guided)
@@ -287,8 +278,8 @@ def count_calls(scheduler: object, steps: int) -> tuple[int, int]:
     return (2 * steps - 1, 2) if name in _TWICE else (steps, 1)
 
 
-def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
-    """The pipeline that a config names; one whose class is not described is an error."""
+def read_pipeline(config: Mapping[str, object], where: str, changes: Mapping[str, Any] | None = None) -> Pipeline:
+    """The pipeline that a config names, with keys of its description changed; a class without one is an error."""
     name = str(config["_class_name"])
     known = list_pipelines()
     if name not in known:
@@ -296,7 +287,7 @@ def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
             f"{where}: pipeline {format_value(name)} is not described.{format_nearest(name, known)} Give the folder of "
             f"its denoiser, as transformer/ or unet/. `flopcalc models --coverage diffusers` lists pipelines"
         )
-    path, tables = known[name]
+    path, tables = known[name][0], {**known[name][1], **(changes or {})}
     check_keys(tables, _KEYS, path)
     values = PipelineNames(config, tables.get("defaults", {}))
     try:
@@ -314,25 +305,49 @@ def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SpecError(f"{path}: no pipeline: {type(error).__name__} {error}") from None
     if not isinstance(config.get(denoiser), Mapping):
-        raise ConfigError(f"{where}: {name} needs its {denoiser}'s config ({denoiser}/config.json)")
+        raise ConfigError(
+            f"{where}: {name} needs its {denoiser}'s config ({config.get(denoiser, f'{denoiser}/config.json')})"
+        )
     return found
 
 
-def read_folder(index: Mapping[str, Any], folder: str, read: Any) -> dict[str, Any]:
-    """The config of a pipeline whose model_index.json was read, with those of its parts' config.json."""
+def read_entry(part: str, entry: Sequence[Any]) -> tuple[object, str, str]:
+    """What an index says of a part: its class, the repository that holds it (empty: this one), and the folder there."""
+    said = entry[2] if len(entry) == 3 and isinstance(entry[2], Mapping) else {}  # of a modular pipeline
+    hint, repo = said.get("type_hint"), str(said.get("pretrained_model_name_or_path") or "")
+    named = hint[1] if entry[1] is None and isinstance(hint, (list, tuple)) and len(hint) == 2 else entry[1]
+    return named, repo, str(said.get("subfolder") or ("" if repo else part))
+
+
+def read_folder(
+    index: Mapping[str, Any], folder: str, read: Any, find: Callable[[str, str], str | None]
+) -> dict[str, Any]:
+    """The config of a pipeline whose index was read, with those of its parts; of one without, the file that it lacks.
+
+    A part that is not in the folder is looked for by `find`, in the repository that a modular pipeline names.
+    """
     config = dict(index)
     for part, entry in index.items():
-        if not isinstance(entry, (list, tuple)) or len(entry) != 2:
+        if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
             continue
         del config[part]
-        is_inside = part not in ("", ".", "..") and os.path.basename(part) == part  # never another folder's config
-        path = os.path.join(folder, part, "config.json")
-        if is_inside and isinstance(entry[1], str) and os.path.isfile(path):
+        named, repo, inner = read_entry(part, entry)
+        is_inside = all(name not in _DOTS and os.path.basename(name) == name for name in (part, inner or part))
+        if not is_inside or not isinstance(named, str):  # never another folder's config
+            continue
+        file = "scheduler_config.json" if part == SCHEDULER else "config.json"
+        inside, file = os.path.join(folder, inner or part, file), os.path.join(inner, file)
+        path = inside if os.path.isfile(inside) else find(repo, file) if repo else None
+        if part == SCHEDULER:
+            config[part] = {"_class_name": named, **(read(path) if path else {})}
+        elif path is None:
+            config[part] = f"{file} of {repo}" if repo else file
+        else:
             own = read(path)
-            config[part] = {**own, "_class_name": name_class({**own, "_class_name": entry[1]})}
-        path = os.path.join(folder, part, "scheduler_config.json")
-        if part == SCHEDULER and is_inside:
-            config[part] = {"_class_name": entry[1], **(read(path) if os.path.isfile(path) else {})}
+            config[part] = {**own, "_class_name": name_class({**own, "_class_name": named})}
+            if "MultiControlNet" in named:  # the others have folders beside it
+                others = (os.path.join(folder, f"{part}_{number}", "config.json") for number in range(1, 20))
+                config[part] = [own, *map(read, filter(os.path.isfile, others))]
     return config
 
 

@@ -14,12 +14,20 @@ from flopcalc.base.errors import ConfigError, find_nearest, format_value
 from flopcalc.base.files import MAX_JSON_BYTES, open_regular, read_json, read_path, read_text
 from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
-from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
+from flopcalc.core.model.components import (
+    DENOISERS,
+    SCHEDULER,
+    find_denoiser,
+    is_pipeline,
+    name_class,
+    read_entry,
+    read_folder,
+)
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.spec.aliases import list_types, map_config, name_family
 from flopcalc.core.spec.merge import list_pipelines
 
-PIPELINE_FILE = "model_index.json"  # of diffusers
+PIPELINE_FILES = ("model_index.json", "modular_model_index.json")  # of diffusers
 
 ADAPTER = "adapter_config.json"
 _LATER_SHARD = r"-(?!00001)\d{5}-of-\d{5}\.gguf$"  # the first one is used for a model that is cut
@@ -58,7 +66,11 @@ def load_config(
     if model_type is not None:
         if not isinstance(model_type, str):
             raise ConfigError(f"model_type must be the name of a family, not {format_value(model_type)}")
-        source = source.replace(config=name_family(source.config, model_type, source.where))
+        if is_pipeline(source.config) and model_type in list_pipelines():
+            named = {**source.config, "_class_name": model_type}
+        else:
+            named = name_family(source.config, model_type, source.where)
+        source = source.replace(config=named)
     return _map_known(_checked(source), own)
 
 
@@ -113,11 +125,13 @@ def _read_pipeline(pipeline: Any, parts: Mapping[str, object]) -> Source:
     return Source(classes[0], config, f"config of {classes[0]}", reference="live model", module=module)
 
 
-def _read_parts(parts: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+def _read_parts(parts: Mapping[Any, object]) -> dict[str, Any]:
     """The configs of a live pipeline's models, each with its class and the format that its parameters are in."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, part in parts.items():
         config = getattr(part, "config", None)
+        if nets := getattr(part, "nets", ()):  # several ControlNets
+            found[name] = [*_read_parts(dict(enumerate(nets))).values()]
         if name == SCHEDULER and isinstance(config, Mapping):
             found[name] = {"_class_name": type(part).__name__, **config}
         if config is None or not hasattr(part, "named_parameters"):
@@ -215,7 +229,7 @@ def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = F
     path = os.path.expanduser(text)
     if os.path.isdir(path):
         return _load_folder(path, download, is_base)
-    if os.path.isfile(path) and os.path.basename(path) == PIPELINE_FILE:
+    if os.path.isfile(path) and os.path.basename(path) in PIPELINE_FILES:
         return _load_pipeline(os.path.basename(os.path.dirname(os.path.abspath(path))), path)
     if os.path.isfile(path):
         return _load_file(path, download, is_base)
@@ -240,16 +254,12 @@ def _describe_near(name: str) -> str:
     words = re.split("[-_. ]", name[:100].lower())
     types = {each.replace("-", "_"): each for each in list_types()}
     found = next((types[key] for many in range(len(words), 0, -1) if (key := "_".join(words[:many])) in types), None)
-    is_any = bool(longer) or found is None
-    near = find_nearest(
-        name, [each for each in presets if is_any or (each.startswith(words[0]) and presets[each] == each)]
-    )
-    if longer or near:
-        named = dict.fromkeys(presets[each] for each in (*longer, *near))
-        return f" Did you mean {', '.join([*named][:3])}?"
-    return (
-        f" Models of type {found} are counted from their config.json: give that file, or its folder." if found else ""
-    )
+    first = name[:1].lower()
+    alike = [each for each in presets if each[0] == first and find_nearest(words[0], re.split("[-.]", each)[:1])]
+    near = find_nearest(name, presets if longer else alike)
+    named = list(dict.fromkeys(presets[each] for each in (*longer, *near)))
+    counted = f" Models of type {found} are counted from their config.json: give that file, or its folder."
+    return (f" Did you mean {', '.join(named[:3])}?" if named else "") + counted * (found is not None and not longer)
 
 
 def load_preset(path: str) -> Source:
@@ -288,8 +298,9 @@ def load_preset(path: str) -> Source:
 def _load_folder(folder: str, download: bool = False, is_base: bool = False) -> Source:
     path = os.path.join(folder, "config.json")
     name = os.path.basename(os.path.abspath(folder))
-    if os.path.isfile(index := os.path.join(folder, PIPELINE_FILE)):
-        return _load_pipeline(name, index)
+    for file in PIPELINE_FILES:
+        if os.path.isfile(index := os.path.join(folder, file)):
+            return _load_pipeline(name, index)
     denoiser = path if os.path.isfile(path) else find_denoiser(folder)
     if denoiser is not None:
         return _load_with_processors(name, denoiser)
@@ -307,12 +318,12 @@ def _load_folder(folder: str, download: bool = False, is_base: bool = False) -> 
             f"{folder}: no config.json in this folder, only a processor or tokenizer ({', '.join(beside[:4])}): the "
             "model's sizes are missing; add the config.json of the model that it belongs to"
         )
-    raise ConfigError(f"{folder}: no config.json in this folder, and no {PIPELINE_FILE}")
+    raise ConfigError(f"{folder}: no config.json in this folder, and no {PIPELINE_FILES[0]}")
 
 
 def _load_pipeline(name: str, index: str) -> Source:
-    """A diffusers pipeline: its model_index.json, and the config.json of every part."""
-    config = read_folder(_load_json(index), os.path.dirname(index), _load_json)
+    """A diffusers pipeline: its index, and the config.json of every part."""
+    config = read_folder(_load_json(index), os.path.dirname(index), _load_json, _find_cached)
     return Source(name, config, index, None, index)
 
 
@@ -387,7 +398,7 @@ def _load_hub(hub_id: str, download: bool, is_base: bool) -> Source:
     read_adapter = partial(_load_adapter, download=download, is_base=is_base)
     readers: dict[str, Callable[[str, str], Source]] = {
         "config.json": _load_with_processors,
-        PIPELINE_FILE: _load_pipeline,
+        **dict.fromkeys(PIPELINE_FILES, _load_pipeline),
         ADAPTER: read_adapter,
     }
     for file, read in readers.items():
@@ -472,10 +483,13 @@ def _download(hub_id: str, read_adapter: Callable[[str, str], Source]) -> Source
 
 
 def _download_pipeline(hub_id: str, download: Any) -> Source:
-    """A diffusers pipeline's model_index.json, and its parts' configs."""
-    index = download(hub_id, PIPELINE_FILE)
+    """A diffusers pipeline's index, and its parts' configs."""
+    try:
+        index = download(hub_id, PIPELINE_FILES[0])
+    except Exception:  # of many kinds: there is none
+        index = download(hub_id, PIPELINE_FILES[1])
     for part, entry in _load_json(index).items():
-        if isinstance(entry, list):
-            with suppress(Exception):  # schedulers and tokenizers have no config.json
-                download(hub_id, f"{part}/config.json")
+        with suppress(Exception):  # schedulers and tokenizers have no config.json
+            _, repo, inner = read_entry(part, entry)
+            download(repo or hub_id, os.path.join(inner, "config.json"))
     return _load_pipeline(hub_id, index).replace(reference=f"downloaded from {hub_id}")

@@ -90,7 +90,12 @@ def find_head(source: Source, spec: Spec) -> Head:
         )
         return Head(note=note)
     known = next((name for name in names if is_same_class(name, spec.architecture) or name in spec.variants), None)
-    return name_head(source, names[: names.index(known)] if known is not None else names)
+    head = name_head(source, names[: names.index(known)] if known is not None else names)
+    is_embedding = source.module is None and re.search("embed", f"{source.name} {source.hub_id}", re.IGNORECASE)
+    if head.kind != "lm" or not is_embedding or not names[0].endswith("ForCausalLM"):
+        return head
+    note = f"embeddings need no logits, so {names[0]} is counted without its head; {spell('head', 'lm')} counts it"
+    return Head("none", table="none", note=note)
 
 
 def name_head(source: Source, names: list[str] | None = None) -> Head:

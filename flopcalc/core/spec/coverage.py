@@ -26,10 +26,15 @@ class AutoMapping(NamedTuple):
     name: str
     auto_class: str
     entries: tuple[CoveredType, ...]
+    left_out: tuple[str, ...] = ()  # reasons of what makes no images or videos by itself: audio, blocks of other models
 
     @property
     def supported(self) -> int:
         return sum(entry.spec is not None for entry in self.entries)
+
+    @property
+    def apart(self) -> int:
+        return sum(entry.spec is None and entry.reason in self.left_out for entry in self.entries)
 
 
 class Coverage(NamedTuple):
@@ -58,6 +63,7 @@ def load_coverage(name: str = "coverage") -> Coverage:
                 else _find_pipeline(model_type, architecture, reasons.get(model_type), described)
                 for model_type, architecture in mapping["types"].items()
             ),
+            tuple(tables.get("apart", ())),
         )
         for name, mapping in tables["mappings"].items()
     )

@@ -177,14 +177,13 @@ def make_workload(
         rows, seq = read_size(batch_size, "batch"), read_size(1 if seq_len is None else seq_len, "seq")
         return Workload(rows, seq, lengths, "unpadded", phase, past, logits, grids, videos, frames)
     if lengths is not None:
-        if seq_len is not None or read_size(batch_size, "batch") != 1:
-            raise WorkloadError(
-                f"lengths describe one packed row: give neither {spell('seq')} nor {spell('batch')} with them"
-            )
+        if seq_len is not None:
+            raise WorkloadError(f"lengths describe a packed row: leave {spell('seq')} out, their sum is its length")
         documents = read_sizes(lengths, "lengths")
         if not documents:
             raise WorkloadError("lengths must hold at least one document")
-        return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos, frames)
+        rows = read_size(batch_size, "batch")
+        return Workload(rows, sum(documents), documents * rows, "packed", phase, 0, logits, grids, videos, frames)
     if seq_len is None and not (grids or videos):
         raise WorkloadError(f"{spell('seq')} is missing: the length that the language model sees per sample")
     rows, seq = read_size(batch_size, "batch"), 0 if seq_len is None else read_size(seq_len, "seq")

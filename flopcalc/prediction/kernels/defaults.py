@@ -53,6 +53,7 @@ class WorkDefaults(NamedTuple):
     float_share: Mapping[str, float]
     odd_sum: float
     float_scores: float
+    flash_as_cudnn: tuple[str, ...]  # starts of ids
 
 
 class FitStart(NamedTuple):

@@ -44,7 +44,7 @@ _FOLDER = os.path.dirname(__file__)
 # An option that is given takes the place of these too.
 _TOGETHER = (
     {"recompute", "gradient_checkpointing"}, {"compute", "dtype", "autocast"}, {"seq", "text", "lengths"},
-    {"batch", "lengths"}, {"grad_accum", "global_batch"}, {"freeze", "train_only", "lora"}, {"lora", "train_only"},
+    {"grad_accum", "global_batch"}, {"freeze", "train_only", "lora"}, {"lora", "train_only"},
 )  # fmt: skip
 
 
@@ -82,19 +82,21 @@ def read_launch(launch: Any, *, is_alone: bool = False) -> Launch:
     ]
     notes = _load_table("noted")["note"]
     for label, values, table in parts:
+        noted = dict[str, list[str]]()
         settings.add_file(os.path.basename(label), table)
         keys: Mapping[str, str] = table["keys"]
         objectives: Mapping[str, str] = table.get("objectives", {})
         settings.take_objective(objectives, values)
         pieces = [piece for pattern in objectives for piece in pattern.split("&")]
         for key, value in values.items():
+            if found := [each["says"] for each in notes if _is_noted(key, values, each)]:
+                noted.setdefault(found[0], []).append(key)
             if key in keys:
-                if not settings.take(keys[key], value, key):
+                if not settings.take(keys[key], value, key) and not found:
                     unknown.append(f"{key}: {format_value(value)}")
-            elif found := [each["says"] for each in notes if _is_ignored(key, value, each["keys"], False)]:
-                unknown.append(f"{key}: {found[0]}")
-            elif not _is_ignored(key, value, [*table["ignored"]["keys"], *pieces, "command"]):
+            elif not found and not _is_ignored(key, value, [*table["ignored"]["keys"], *pieces, "command"]):
                 unknown.append(key)
+        unknown += [f"{', '.join(said)}: {says}" for says, said in noted.items()]
         for key, value in table.get("defaults", {}).items():
             if not any(keys[key] == keys.get(other) for other in values):
                 settings.take_default(keys[key], value)
@@ -176,7 +178,7 @@ class LaunchOptions(NamedTuple):
         if self.report["overridden"]:
             notes.append(f"overridden, so not taken from the launch file: {', '.join(self.report['overridden'])}")
         if self.report["not_understood"]:
-            notes.append(f"not taken from the launch file: {', '.join(self.report['not_understood'])}")
+            notes.append(f"not taken from the launch file: {'; '.join(self.report['not_understood'])}")
         return notes
 
 
@@ -218,7 +220,7 @@ def apply_launch(
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
         raise ConfigError(
-            f"{', '.join(dict.fromkeys(found.files))}: no known model in it; name the model yourself"
+            f"{', '.join(dict.fromkeys(found.files))}: it does not say the whole model; name the model yourself"
             + (f" (not understood: {', '.join(unknown)})" if unknown else "")
         )
     lora = taken.get("lora")
@@ -292,13 +294,20 @@ def _load_table(name: str) -> dict[str, Any]:
 
 def _find_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The table of the framework whose keys these are; `command=X` asks for a value, `!` for none like it."""
-    said = {*values, f"command={values.get('command')}"}
     for table in map(_load_table, FRAMEWORKS):
-        for words in table["detect"]:
-            asked = [(word.removeprefix("!"), word.startswith("!")) for word in words.split("&")]
-            if all(any(fnmatchcase(each, word) for each in said) != is_barred for word, is_barred in asked):
-                return table
+        if any(_has_words(values, words) for words in table["detect"]):
+            return table
     return None
+
+
+def _has_words(values: Mapping[str, Any], words: str) -> bool:
+    said = {*values, f"command={values.get('command')}"}
+    asked = [(word.removeprefix("!"), word.startswith("!")) for word in words.split("&")]
+    return all(any(fnmatchcase(each, word) for each in said) != is_barred for word, is_barred in asked)
+
+
+def _is_noted(key: str, values: Mapping[str, Any], note: Mapping[str, Any]) -> bool:
+    return _is_ignored(key, values[key], note["keys"], False) and _has_words(values, note.get("where", "*"))
 
 
 def _detect(values: Mapping[str, Any], path: str) -> dict[str, Any]:

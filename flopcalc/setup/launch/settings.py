@@ -25,7 +25,8 @@ _OPTIMIZERS = {
     "sgd": ("sgd",),
 }  # fmt: skip
 _SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "ep", "virtual",
-          "lora.r", "nodes", "objective.completion", "objective.prompt", "objective.group")  # fmt: skip
+          "lora.r", "nodes", "objective.completion", "objective.prompt", "objective.group",
+          "objective.rollout")  # fmt: skip
 _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16",
           "tf32", "fp8", "lora.all_linear",
           "freeze.vision", "freeze.projector", "freeze.language", "objective.score",
@@ -107,7 +108,9 @@ class LaunchSettings:
         shape = {word[6:]: self._said.pop(word) for word in [*self._said] if word.startswith("shape.")}
         if {"num_layers", "hidden_size", "num_attention_heads"} <= shape.keys():
             if not {"vocab_size", "padded_vocab_size"} & shape.keys():
-                return [f"{shape['num_layers'].key} …: the model's vocabulary is not said; name the model yourself"]
+                return [
+                    f"{shape['num_layers'].key} …: the model's vocabulary is not said, add --vocab-size N to the script"
+                ]
             tp = self._said["tp"].value if "tp" in self._said else 1
             config = map_arguments({word: each.value for word, each in shape.items()}, tp)
             self._said.setdefault("model", Taken(config, ", ".join(each.key for each in shape.values())))
@@ -158,6 +161,9 @@ class LaunchSettings:
         said, found = self._said, dict[str, Taken]()
         spread = math.prod(said[word].value for word in ("tp", "cp", "pp") if word in said)
         found |= {word: said[word] for word in ("batch", "gpus", "global_batch") if word in said}
+        rollout = said.get("objective.rollout")
+        if rollout is not None and "objective" in said and said["objective"].value == "grpo":  # a step is all of it
+            found["global_batch"] = said["global_batch"] = rollout
         for word, times in (("gpus", "nodes"), ("global_batch", "objective.group")):
             if word in found and times in said:
                 pair = (said[word], said[times])

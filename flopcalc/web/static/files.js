@@ -3,7 +3,7 @@
 import { says, t } from "./i18n.js";
 
 const MOST_BYTES = 16_000_000;
-const CONFIG = /config.*\.json$|^model_index\.json$/i;
+const CONFIG = /config.*\.json$|^(modular_)?model_index\.json$/i;
 
 // The files of a drop; folders are read one level deep.
 export async function listDropped(transfer) {

@@ -488,15 +488,22 @@ def test_published_weights_are_named() -> None:
     assert not any("published" in note for note in estimate_flops("gpt-oss-20b", seq_len=8, weights="mxfp4").notes)
 
 
+def test_a_batch_of_packed_rows_is_that_many_alike() -> None:
+    whole = estimate_flops("qwen3-0.6b", batch_size=3, lengths=[500, 400])
+    one = estimate_flops("qwen3-0.6b", lengths=[500, 400])
+    assert whole.totals == {name: 3 * total for name, total in one.totals.items()}
+
+
 def test_keys_that_are_not_read_are_named() -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 9}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4}
-    odd = {**config, "n_layers": 3, "num_kv_heads": 2, "n_heads": 4, "head_dims": 16, "eos_token_id": 2}
+    odd = {**config, "n_layers": 3, "num_kv_heads": 2, "n_heads": 4, "head_dims": 16, "eos_token_id": 2, "n_experts": 8}
     notes = estimate_flops(odd, seq_len=8).notes
     assert [note for note in notes if "does not read" in note] == [
         "llama does not read head_dims = 16: did you mean head_dim?",
         "llama does not read n_layers = 3: num_hidden_layers = 2 is counted",
         "llama does not read num_kv_heads = 2: did you mean num_key_value_heads?",
+        "llama does not read n_experts = 8: it is counted without",
     ]
     assert not any("does not read" in note for note in estimate_flops(config, seq_len=8).notes)
     assert not any("does not read" in note for note in estimate_flops("gpt2", seq_len=8).notes)

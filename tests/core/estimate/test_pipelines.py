@@ -135,6 +135,40 @@ def test_a_folder_is_read(tmp_path: Path) -> None:
         assert estimate_flops(path, **asked, guidance="on").total == alone
 
 
+def test_a_modular_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("flux.1-dev").config
+    folder, kept = tmp_path / "flux", tmp_path / "hub/models--me--parts/snapshots/a/inner"
+    index: dict[str, Any] = {"_class_name": "FluxModularPipeline", "_blocks_class_name": "FluxAutoBlocks"}
+    for name, part in config.items():
+        if isinstance(part, dict):
+            said = {"pretrained_model_name_or_path": "me/parts", "subfolder": "inner" if name == "vae" else name}
+            index[name] = [None, None, {**said, "type_hint": ["diffusers", part["_class_name"]]}]
+            (folder / name).mkdir(parents=True)
+            (folder / name / "config.json").write_text(json.dumps(part))
+    (folder / "modular_model_index.json").write_text(json.dumps(index))
+    kept.mkdir(parents=True)
+    (folder / "vae").rename(folder / "inner")
+    asked: dict[str, Any] = {"images": [(256, 256)], "sampling_steps": 4}
+    expected = estimate_flops({**config, "_class_name": "FluxModularPipeline"}, **asked)
+    note = "counted with FluxAutoBlocks, the default blocks of FluxModularPipeline; other blocks change the run"
+    for path in (folder, folder / "modular_model_index.json"):
+        found = estimate_flops(path, **asked)
+        assert found.total == expected.total == estimate_flops("flux.1-dev", **asked).total
+        assert note in found.notes
+    (folder / "inner/config.json").rename(kept / "config.json")
+    short = estimate_flops(folder, **asked)
+    assert short.total < expected.total
+    assert "vae is not counted: there is no inner/config.json of me/parts" in short.notes
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert estimate_flops(folder, **asked).total == expected.total
+    index["_blocks_class_name"] = "MyBlocks"
+    (folder / "modular_model_index.json").write_text(json.dumps(index))
+    assert any("not with MyBlocks, which its index names" in each for each in estimate_flops(folder, **asked).notes)
+    (folder / "transformer/config.json").unlink()
+    with pytest.raises(ConfigError, match=r"needs its transformer's config \(transformer/config.json of me/parts\)"):
+        estimate_flops(folder, **asked)
+
+
 def test_a_size_may_be_given_for_each_sample() -> None:
     one, each = (estimate_flops("flux.1-dev", batch_size=2, images=[(64, 64)] * many) for many in (1, 2))
     assert one.total == each.total
@@ -170,7 +204,7 @@ def test_old_names_of_classes_are_known() -> None:
         (
             "flux.1-dev",
             {"images": [(64, 64)], "strength": 0.5, "sampling_steps": 2},
-            "flux.1-dev runs all of its steps",
+            'flux.1-dev runs all of its steps; model_type="FluxImg2ImgPipeline" takes it',
         ),
         ("flux.1-dev", {"images": [(64, 64)], "references": 1}, "reads no given images as tokens"),
         ("flux.1-dev", {"images": [(64, 64)], "images_per_prompt": 2}, "images_per_prompt belongs to phase sample"),
@@ -178,7 +212,7 @@ def test_old_names_of_classes_are_known() -> None:
         ({"_class_name": "FluxTransformer2DModel"}, {}, "how large are the images"),
         ({"_class_name": "FluxTransformer2DModel"}, {"images": [(64, 64)], "phase": "sample"}, "(sampling_steps=N)"),
         ({"_class_name": "AutoencoderKL"}, {"images": [(64, 64)]}, "part of other models"),
-        ({"_class_name": "WuerstchenDecoderPipeline"}, {}, "pipeline 'WuerstchenDecoderPipeline' is not described"),
+        ({"_class_name": "VQDiffusionPipeline"}, {}, "pipeline 'VQDiffusionPipeline' is not described"),
         ({"_class_name": "FluxPipeline"}, {}, "needs its transformer's config"),
         (
             {"_class_name": "AnimateDiffPipeline", "unet": {"_class_name": "UNet2DConditionModel"}},
@@ -227,6 +261,13 @@ def test_a_vae_encodes_the_image_that_a_video_starts_from() -> None:
     assert estimate_flops(config, **asked).total == plain + encoded
     started = {**config, "expand_timesteps": True}
     assert plain < estimate_flops(started, **asked).total < plain + encoded / 10
+
+
+def test_a_preset_is_counted_as_its_pipeline_of_given_images() -> None:
+    asked: dict[str, Any] = {"images": [(512, 512)], "sampling_steps": 10, "parts": "denoiser"}
+    given = estimate_flops("sdxl", **asked, strength=0.6, model_type="StableDiffusionXLImg2ImgPipeline")
+    whole = estimate_flops("sdxl", **asked, guidance=given.pipeline.guidance if given.pipeline else None)
+    assert 10 * given.total == 6 * whole.total
 
 
 def test_strength_leaves_steps_out() -> None:
@@ -402,3 +443,27 @@ def test_passes_that_are_one_call_are_one_run_of_twice_the_batch(name: str, guid
     )
     text = estimate_flops(name, images=[(512, 512)], sampling_steps=2, guidance=guidance, batch_size=3, parts="text")
     assert (text.to_dict()["workload"]["batch"], text.global_batch) == (3, 3)
+
+
+def test_a_pipeline_that_runs_another_one() -> None:
+    prior = {"_class_name": "PriorTransformer", "num_embeddings": 77, "num_layers": 2}
+    encoder = {"_class_name": "CLIPTextModelWithProjection", "hidden_size": 768, "intermediate_size": 3072}
+    unet = {"_class_name": "UNet2DConditionModel", "sample_size": 64}
+    config = {"_class_name": "StableUnCLIPPipeline", "unet": unet, "prior": prior, "prior_text_encoder": encoder}
+    run = {"images": [(512, 512)], "sampling_steps": 4}
+    whole = estimate_flops(config, **run)
+    assert [(part.name, part.runs) for part in whole.pipeline.parts] == [
+        ("unet", 4), ("prior", 50), ("prior_text_encoder", 2),
+    ]  # fmt: skip
+    assert whole.notes[:1] == ["prior runs 25 steps"]
+    by_part = {name: estimate_flops(config, **run, parts=name).total for name in ("unet", "prior", "text")}
+    assert sum(by_part.values()) == whole.total
+    assert by_part["unet"] + by_part["prior"] == estimate_flops(config, **run, parts="denoiser").total
+    alone = {"_class_name": "KandinskyPriorPipeline", "prior": prior}
+    assert by_part["prior"] == estimate_flops(alone, sampling_steps=25).total
+    assert bind(config).parameters()["total"] > sum(bind(part).parameters()["total"] for part in (unet, prior))
+    assert (
+        estimate_flops(config, images=[(512, 512)]).total == estimate_flops(unet, images=[(512, 512)]).total
+    )  # a step
+    with pytest.raises(FlopcalcError, match="needs its prior's config"):
+        estimate_flops({key: part for key, part in config.items() if key != "prior"}, **run)

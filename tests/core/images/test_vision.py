@@ -105,7 +105,7 @@ def test_fixed_towers() -> None:
     assert FIXED.count_tokens((1, 24, 24)) == 576
     grid, notes = FIXED.grid_of_pixels(3000, 20, None)
     assert grid == (1, 24, 24)
-    assert "576 tokens each" in notes[0]
+    assert "becomes 24x24, 576 tokens: the processor crops" in notes[0]
     with pytest.raises(WorkloadError, match="images of one size, 1,24,24"):
         FIXED.check_grid((1, 22, 24), "grid")
 

@@ -198,6 +198,28 @@ def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (adapter.name, adapter.config, (adapter.lora or {})["r"]) == ("org/name", load_config("gpt2").config, 4)
 
 
+def test_a_modular_pipeline_is_downloaded_with_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    said = {"pretrained_model_name_or_path": "org/parts", "subfolder": "inner", "type_hint": ["diffusers", "X"]}
+    held = {
+        ("org/name", "modular_model_index.json"): {"_class_name": "XModularPipeline", "unet": [None, None, said]},
+        ("org/parts", "inner/config.json"): {"width": 3},
+    }
+
+    def download(hub_id: str, name: str) -> str:
+        path = tmp_path / f"models--{hub_id.replace('/', '--')}" / "snapshots" / "a" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (hub_id, name) not in held:
+            raise OSError("404")
+        write(path, held[hub_id, name])
+        return str(path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
+    source = load_config("org/name", download=True)
+    assert source.config["unet"] == {"_class_name": "X", "width": 3}
+    assert load_config("org/name").config == source.config  # from the cache
+
+
 # --- objects ----------------------------------------------------------------------------------------------------------
 class FakeConfig:
     def to_dict(self) -> dict[str, Any]:
@@ -321,7 +343,8 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("org/name", "download=True fetches it"),
         ("x" * 5000, "no preset, file or folder"),
         ("XLM-RoBERTa-base", "Models of type xlm-roberta are counted from their config.json"),
-        ("t5-11b", "Did you mean t5-v1.1-xl, "),
+        ("t5-11b", "Did you mean t5-v1.1-xl, t5-base? Models of type t5 are counted"),
+        ("facebook/hubert-large-ls960-ft", "has no preset; download=True fetches it."),
         ("qwen3-9b", "Did you mean qwen3"),
         ("\udc80", "no preset, file or folder"),
     ],

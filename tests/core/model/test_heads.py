@@ -9,6 +9,7 @@ import pytest
 
 from flopcalc import bind, estimate_flops
 from flopcalc.base.errors import ConfigError, FlopcalcError, SpecError, WorkloadError
+from flopcalc.core.model.config import Source
 from flopcalc.core.model.heads import check_head, find_ending
 
 D, FF, VOCAB, LAYERS = 24, 40, 101, 2
@@ -97,6 +98,23 @@ def test_a_body_s_name_with_a_head_in_it_is_said() -> None:
 def test_a_class_of_another_name_is_said(named: str, note: str | None) -> None:
     notes = estimate_flops({**LLAMA, "architectures": [named]}, seq_len=5).notes
     assert notes == ([] if note is None else [f"the config names {named}{note}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "asked", "head", "is_said"),
+    [
+        ("Qwen/Qwen3-Embedding-8B", "LlamaForCausalLM", "", "none", True),
+        ("Qwen/Qwen3-Embedding-8B", "LlamaForCausalLM", "lm", "lm", False),
+        ("my-embedder", "LlamaForSequenceClassification", "", "sequence:2", False),
+        ("my-embedder", "LlamaModel", "", "none", False),
+        ("llama", "LlamaForCausalLM", "", "lm", False),
+    ],
+)
+def test_a_model_of_embeddings_needs_no_logits(name: str, named: str, asked: str, head: str, is_said: bool) -> None:
+    estimate = estimate_flops(Source(name, {**LLAMA, "architectures": [named]}, name, head=asked), seq_len=5)
+    assert estimate.terms[0].estimator.head == head
+    said = 'embeddings need no logits, so LlamaForCausalLM is counted without its head; head="lm" counts it'
+    assert (said in estimate.notes) == is_said
 
 
 def test_tied_weights_leave_with_the_head() -> None:

@@ -40,6 +40,21 @@ def test_command() -> None:
     assert "its steps are blocks that the user puts together" in text
 
 
+def test_totals_without_what_makes_no_images() -> None:
+    text = CliRunner().invoke(models, ["--coverage", "diffusers"]).output
+    rows = {line.split()[0]: [int(word) for word in line.split()[1:]] for line in text.splitlines()[3:8]}
+    for mapping in COVERAGE.mappings:
+        assert rows[mapping.auto_class] == [
+            mapping.supported, len(mapping.entries), len(mapping.entries) - mapping.apart,
+        ]  # fmt: skip
+    left_out = {
+        entry.model_type for entry in COVERAGE.mappings[0].entries if entry.reason == "makes no images or videos"
+    }
+    assert "StableAudioDiTModel" in left_out
+    assert COVERAGE.mappings[0].apart > len(left_out)  # and blocks of other models
+    assert "that make images" not in CliRunner().invoke(models, ["--coverage"]).output
+
+
 def test_the_classes_are_those_of_the_installed_release() -> None:
     diffusers = pytest.importorskip("diffusers")
     if COVERAGE.release != f"diffusers {diffusers.__version__}":

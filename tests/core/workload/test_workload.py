@@ -124,6 +124,7 @@ def test_block_pairs(seq: int, window: int, pairs: int) -> None:
 
 def test_kernels_without_mask_support_execute_every_masked_pair() -> None:
     packed = make_workload(lengths=[100, 156])
+    assert make_workload(2, lengths=[100, 156]).documents == (100, 156) * 2
     assert Pairs("causal", 0).count(packed, "efficient") == 256 * 256
     assert Pairs("causal", 0).count(packed, "flash") == block_pairs(100) + block_pairs(156)
     plain = make_workload(1, 256)
@@ -180,8 +181,7 @@ def test_logit_rows_of_padded_rows() -> None:
         ({"lengths": []}, "at least one document"),
         ({"lengths": [3, 0]}, "lengths must be at least 1"),
         ({"lengths": 3}, "lengths must be a list"),
-        ({"lengths": [3], "seq_len": 3}, "one packed row"),
-        ({"lengths": [3], "batch_size": 2}, "one packed row"),
+        ({"lengths": [3], "seq_len": 3}, "leave seq_len out, their sum is its length"),
         ({"lengths": [3], "phase": "decode"}, "decode takes neither"),
         ({"seq_len": 4, "image_grid_thw": [[1, 2, 2]], "phase": "decode"}, "decode takes neither"),
         ({"seq_len": 4, "image_grid_thw": [[1, 2]]}, "is not (t, h, w)"),

@@ -18,9 +18,11 @@ from diffusion import (
     LATER_VAES,
     MORE,
     MORE_VAES,
+    OTHER_VAES,
     TINY,
     TINY_TEXT,
     TINY_VAES,
+    UPSAMPLERS,
     apply_recipe,
     build,
     count_step,
@@ -32,8 +34,13 @@ from diffusion import (
 
 from flopcalc import estimate_flops
 from flopcalc.base.errors import FlopcalcError
+from flopcalc.core.estimate.counted import CountedEstimator
+from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.components import count_calls, read_pipeline
+from flopcalc.core.model.config import load_config
+from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.spec.spec import find_spec
+from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.counters.flop_counter import count_flops
 
 LORA: dict[str, Any] = {"lora": {"r": 2, "targets": ["to_q", "to_k", "to_v", "to_out.0"]}}
@@ -124,6 +131,13 @@ def test_adapters_rows_are_equal(name: str) -> None:
     assert find_differences("T2IAdapter", ADAPTERS[name], 2, 0, (1, 8, 12), {}, "forward") == {}
 
 
+@pytest.mark.parametrize("phase", ["forward", "train"])
+@pytest.mark.parametrize("changes", [{}, {"dims": 2}])
+@pytest.mark.parametrize("name", UPSAMPLERS)
+def test_rows_of_what_enlarges_latents_are_equal(name: str, changes: dict[str, Any], phase: str) -> None:
+    assert find_differences(name, {**UPSAMPLERS[name], **changes}, 2, 0, (3, 4, 6), {}, phase) == {}
+
+
 @pytest.mark.parametrize("text", [600, 300, 255, 254, 128, 1])
 def test_wan_with_an_image_and_any_length_of_text(text: int) -> None:
     """diffusers takes the last 512 tokens for text, whatever was given."""
@@ -190,6 +204,163 @@ def test_autoencoders_of_networks_written_as_data_are_equal(
     name: str, side: str, size: tuple[int, int, int, int]
 ) -> None:
     assert find_vae_differences(name, LATER_VAES[name], side, size) == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "side", "size"),
+    mark_heavy(
+        [(case, *call) for case in OTHER_VAES for call in OTHER_VAES[case][2]], [("KVAE", "decode", (2, 1, 2, 3))]
+    ),
+)
+def test_autoencoders_at_sizes_of_their_own_are_equal(case: str, side: str, size: tuple[int, int, int, int]) -> None:
+    name, config, _ = OTHER_VAES[case]
+    device = "meta" if case.endswith("without data") else "cpu"
+    assert find_vae_differences(name, config, side, size, device) == {}
+
+
+_ANIMATED = {
+    "text_len": 7, "in_dim": 9, "dim": 24, "ffn_dim": 20, "freq_dim": 16, "text_dim": 10, "out_dim": 4, "num_heads": 2,
+    "num_layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("recipe", ["plain", "lora"])
+@pytest.mark.parametrize("pictured", [True, False])
+def test_frames_that_attend_to_a_given_video_are_what_their_mask_lets_through(
+    recipe: str, pictured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No counter sees flex attention: all pairs run as products, whose rows shrink to the pairs of its own mask."""
+    from diffusers.models.transformers import transformer_wan_animate_2 as module
+    from torch.nn.attention.flex_attention import create_mask
+
+    masks: list[torch.Tensor] = []
+    plain = module.dispatch_attention_fn
+
+    def attend(*operands: torch.Tensor, attn_mask: torch.Tensor | None = None, **more: object) -> torch.Tensor:
+        if attn_mask is None:
+            return plain(*operands, attn_mask=None, **{**more, "backend": None})
+        query, key, value = (each.transpose(1, 2) for each in operands)
+        masks.append(attn_mask)
+        scores = torch.where(attn_mask, query @ key.transpose(2, 3), float("-inf")).softmax(-1).nan_to_num()
+        return (scores @ value).transpose(1, 2)
+
+    def make_mask(rule: Any, Q_LEN: int, KV_LEN: int, device: Any, **_more: object) -> torch.Tensor:
+        return create_mask(rule, 1, 1, Q_LEN, KV_LEN, device=str(device))
+
+    monkeypatch.setattr(module, "dispatch_attention_fn", attend)
+    monkeypatch.setattr(module, "create_block_mask", make_mask)
+    name, config = "WanAnimate2Transformer3DModel", {**_ANIMATED, "use_img_emb": pictured}
+    model = build(name, config)
+    apply_recipe(model, RECIPES[recipe])
+    batch, t, h, w = 2, 3, 4, 8
+    cache = module.WanAnimate2KVCache(2)
+    for layer in cache.layer_caches:
+        layer.store(*torch.randn(2, batch, (t - 1) * h * w // 4, 2, 12))
+    inputs = {
+        "hidden_states": [torch.randn(4, t, h, w)] * batch,
+        "condition_latents": [torch.randn(5, t, h, w)] * batch,
+        "timestep": torch.ones(batch),
+        "encoder_hidden_states": [torch.randn(5, 10)] * batch,
+        "encoder_hidden_states_image": torch.randn(batch, 257, 1280) if pictured else None,
+        "kv_cache": cache,
+        "kv_cache_mode": "cached",
+        "seq_len": t * h * w // 4,
+        "reference_grid_sizes": torch.tensor([[t - 1, h // 2, w // 2]] * batch),
+        "origin_len": 4 * (t - 2) + 1,
+        "origin_area": [8 * h, 8 * w],
+    }
+    counted = count_step(model, inputs, True)
+    assert counted.not_counted == {}
+    bound = bind_model(load_config({"_class_name": name, **config}))
+    estimator = CountedEstimator(bound, make_recipe(**RECIPES[recipe]), "full", "eager")
+    estimate = estimator.estimate(Workload(batch, 5, grids=((t, h, w),) * batch))
+    ours = {row.path: (row.forward, row.backward, row.recompute) for row in estimate.by_module(per_layer=True)}
+    theirs = {
+        path: tuple(
+            each * int(masks[0].sum()) // masks[0].numel() if path.endswith("self_attn") else each for each in row
+        )
+        for path, row in counted.rows.items()
+    }
+    assert {path: row for path, row in ours.items() if any(row)} == {
+        path: row for path, row in theirs.items() if any(row)
+    }
+    assert estimate.parameters["total"] == sum(each.numel() for each in model.parameters())
+    with pytest.raises(FlopcalcError, match="gradient checkpointing in diffusers"):
+        estimate_flops({"_class_name": name, **config}, videos=[(64, 64, 9)], recompute="full")
+    apply_recipe(model, {"recompute": "full"})
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        count_step(model, inputs, True)
+
+
+_NEAR = {
+    "latent_channels": 6, "patch_size": 2, "decoder_head_dim": 8, "decoder_stage_channels": [32, 16, 8, 8, 8],
+    "decoder_stage_depths": [1, 2, 1, 1, 2], "decoder_t_emb_dim": 14, "decoder_stage5_kernel": [3, 5, 3],
+    "decoder_stage_kernels": [[3, 3, 5], [3, 5, 3], [5, 3, 3], [3, 5, 5]],
+    "decoder_upsample_channel_reductions": [2, 2, 1, 1], "decoder_num_inference_steps": 2,
+}  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("size", [(1, 2, 3, 5), (2, 2, 4, 5)])
+def test_attention_to_a_window_of_places_is_what_its_mask_lets_through(
+    size: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No counter sees flex attention: its mask is made in full, and its pairs are counted one by one."""
+    from diffusers.models.autoencoders import ltx2_diffusion_decoder as module
+    from torch.nn.attention import flex_attention as flex
+
+    counts: list[int] = []
+
+    def attend(query: torch.Tensor, *_: torch.Tensor, attn_mask: torch.Tensor, **_more: object) -> torch.Tensor:
+        batch, _places, heads, wide = query.shape
+        counts.append(4 * batch * heads * wide * int(attn_mask.sum()))
+        return query
+
+    def make_mask(rule: Any, Q_LEN: int, KV_LEN: int, device: Any, **_more: object) -> torch.Tensor:
+        return flex.create_mask(rule, 1, 1, Q_LEN, KV_LEN, device=str(device))
+
+    monkeypatch.setattr(module, "dispatch_attention_fn", attend)
+    monkeypatch.setattr(flex, "create_block_mask", make_mask)
+    name = "LTX2VideoDiffusionDecoderModel"
+    model = build(name, _NEAR)
+    batch, t, h, w = size
+
+    def run() -> None:
+        with torch.no_grad():
+            model.decode(torch.randn(batch, 6, t, h, w))
+
+    counted = count_flops(model, run)
+    assert counted.not_counted == {}
+    load = Workload(batch, 0, phase="forward", videos=((t, h, w),) * batch)
+    bound = bind_model(load_config({"_class_name": name, **_NEAR}), is_part=True)
+    estimate = CountedEstimator(bound, None, "full", "eager").estimate(load)
+    ours = {row.path: row.forward for row in estimate.by_module(per_layer=True) if row.forward}
+    attention = {path: flops for path, flops in ours.items() if path.endswith(".attn")}
+    assert {path: ours[path] for path in ours.keys() - attention.keys()} == {
+        path: row[0] for path, row in counted.rows.items() if row[0]
+    }
+    stages = [value for path, value in attention.items() if "det_stages" in path]
+    denoised = [value // 2 for path, value in attention.items() if "diff_blocks" in path]
+    assert counts == [*stages, *denoised, *denoised]
+    assert estimate.parameters["total"] == sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("side", ["encode", "decode"])
+def test_a_search_for_the_nearest_codes_is_a_product(side: str) -> None:
+    """cdist hides its product from a counter of operators; torch's profiler sees it."""
+    config = {**TINY_VAES["VQModel"], "searches": side}
+    model = build("VQModel", config)
+    latents = torch.randn(2, config["latent_channels"], 4, 6)
+    with torch.no_grad(), torch.profiler.profile(with_flops=True, record_shapes=True) as profiled:
+        model.quantize(latents)
+    products = [each for each in profiled.key_averages(group_by_input_shape=True) if each.key == "aten::mm"]
+    sizes = ((1, 4, 6),) * 2 if side == "decode" else ((1, 16, 24),) * 2
+    load = Workload(2, 0, phase="forward", **{"videos" if side == "decode" else "grids": sizes})
+    bound = bind_model(load_config({"_class_name": "VQModel", **config}), is_part=True)
+    rows = CountedEstimator(bound, None, "full", "eager").estimate(load).by_module(per_layer=True)
+    assert sum(row.forward for row in rows if row.path == "quantize") == sum(each.flops for each in products)
 
 
 @pytest.mark.parametrize("name", mark_heavy(TINY_TEXT, ["CLIPTextModelWithProjection"]))

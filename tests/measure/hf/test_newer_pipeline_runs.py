@@ -9,9 +9,7 @@ import pytest
 from tiers import mark_heavy
 
 pytest.importorskip("diffusers")
-import diffusers
 import torch
-from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
 from diffusion import TINY
 from PIL import Image
 from test_pipeline_runs import CASES as FIRST
@@ -42,6 +40,20 @@ class Dtype(torch.nn.Module):
     device, dtype = torch.device("cpu"), torch.float32
 
 
+class Template:
+    """A processor whose template has one token of its own."""
+
+    @property
+    def tokenizer(self) -> Template:
+        return self
+
+    def encode(self, _text: str) -> list[int]:
+        return [7]
+
+    def apply_chat_template(self, _messages: Any, **_options: Any) -> list[list[int]]:
+        return [[1]]
+
+
 def encode_packed(grid_h: int, grid_w: int, max_sequence_length: int, **_options: Any) -> tuple[Any, ...]:
     """As Ideogram 4 encodes a prompt: features and positions, samples and kinds of every place."""
     places = max_sequence_length + grid_h * grid_w
@@ -59,6 +71,7 @@ CASES = {
     "consisid": FIRST["cogvideox"].change(
         "ConsisIDPipeline", denoiser="ConsisIDTransformer3DModel", images="image",
         more={"id_cond": torch.randn(1, 14), "id_vit_hidden": [torch.randn(1, 577, 18)] * 2},
+        module="consisid.pipeline_consisid",  # hidden where OpenCV is not installed: it needs it for key points
     ),
     "bria fibo 2": Case(
         "BriaFibo2Pipeline", "BriaFibo2Transformer2DModel", {"in_channels": 2}, "AutoencoderKLFlux2", {}, EULER,
@@ -96,6 +109,16 @@ CASES["ideogram 4"].set = {"encode_prompt": encode_packed}
 CASES["ideogram 4"].beside = TINY["Ideogram4Transformer2DModel"]
 CASES["dreamlite"].set = {"encode_prompt": encode_prompts, "text_encoder": Dtype()}
 CASES["dreamlite, mobile"] = CASES["dreamlite"].change("DreamLiteMobilePipeline", scale="")
+CASES["helios, pyramid"] = CASES["helios"].change(
+    "HeliosPyramidPipeline", more={"pyramid_num_inference_steps_list": [2, 2, 2]}, size=(64, 128),
+    scheduler="HeliosScheduler", options={"stages": 3},
+)  # fmt: skip
+CASES["qwen-image 2.1"] = Case(
+    "QwenImage21Pipeline", "QwenImage21Transformer2DModel", TWO, "AutoencoderKLQwenImage21",
+    {"dim_mult": [1] * 5, "temperal_downsample": [False] * 4, **PLAIN}, EULER, {"use_dynamic_shifting": True},
+    mask="prompt_embeds_mask", scale="true_cfg_scale",
+)  # fmt: skip
+CASES["qwen-image 2.1"].set = {"processor": Template()}
 ALWAYS_GUIDED = ("dreamlite",)
 RUNS = [
     (name, guided)
@@ -107,9 +130,7 @@ RUNS = [
 
 @pytest.mark.filterwarnings("ignore")  # of third parties: sizes are tiny, and parts are missing
 @pytest.mark.parametrize(("name", "guided"), mark_heavy(RUNS))
-def test_a_run_is_counted_exactly(name: str, guided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "consisid":  # hidden where OpenCV is not installed, which it needs for key points alone
-        monkeypatch.setattr(diffusers, "ConsisIDPipeline", ConsisIDPipeline)
+def test_a_run_is_counted_exactly(name: str, guided: bool) -> None:
     ours, theirs = count_both(CASES[name], guided)
     assert ours == theirs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from copy import copy
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,8 @@ class Case:
         self.asked, self.sized, self.steps, self.two, self.small = asked or {}, sized, steps, "", ""
         self.beside: dict[str, Any] = {}  # a ControlNet's config
         self.length, self.set = "num_frames", {}  # what its call names the frames; what its pipeline holds
+        self.module = ""  # where its class is, if diffusers itself has a stand-in for it
+        self.others: dict[str, tuple[str, dict[str, Any]]] = {}  # further parts that are counted: class and config
 
     def change(self, name: str, **changes: Any) -> Case:
         """A sibling: the same with another pipeline's class, and what its call takes in addition."""
@@ -124,6 +127,8 @@ class Case:
         if self.scale and self.scale != "guider":
             key = "guidance_scale" if self.scale in ("always", "zero", "qwen") else self.scale
             found[key] = 4.0 if guided else 1.0 - (self.scale == "zero")
+            if any(name.startswith("prior") for name in self.others):
+                found["prior_guidance_scale"] = found[key]
         return found
 
 
@@ -669,16 +674,19 @@ def test_a_run_is_counted_exactly(name: str, guided: bool) -> None:
     assert ours == theirs
 
 
+_DENOISERS = ("unet", "transformer", "decoder", "prior", "latent_upsampler")
+
+
 def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]]:
     """FLOPs of a run's parts: ours, and those that a counter sees."""
     import diffusers
     import transformers
 
     denoiser, vae = (build(*each).eval() for each in ((case.denoiser, case.config), (case.vae, case.vae_config)))
-    kind = getattr(diffusers, case.name)
+    kind = getattr(import_module(f"diffusers.pipelines.{case.module}") if case.module else diffusers, case.name)
     names = inspect.signature(kind.__init__).parameters
     parts: dict[str, Any] = {
-        next(key for key in ("unet", "transformer", "prior", "decoder") if key in names): denoiser,
+        next(key for key in _DENOISERS if key in names): denoiser,
         **{key: vae for key in ("vae", "movq", "vqvae", "vqgan") if key in names},
     }
     if case.beside and "adapter" in names:
@@ -689,9 +697,11 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
         name = "ControlNetUnionModel" if "Union" in case.name else f"{case.kind}ControlNetModel"
         name = "SparseControlNetModel" if "Sparse" in case.name else name
         parts["controlnet"] = build(name, case.beside).eval()
+    parts |= {name: build(*other).eval() for name, other in case.others.items()}
     watched = torch.nn.ModuleDict(parts)
-    parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
     needed = inspect.signature(kind.__init__).parameters
+    if "scheduler" in needed:
+        parts["scheduler"] = getattr(diffusers, case.scheduler)(**case.options)
     given = {
         each.name: None for each in needed.values() if each.name != "self" and each.default is inspect.Parameter.empty
     }
@@ -707,15 +717,22 @@ def count_both(case: Case, guided: bool) -> tuple[dict[str, int], dict[str, int]
         setattr(pipeline, key, value)
     pipeline.set_progress_bar_config(disable=True)
     call = case.make_call(guided)
+    if "num_inference_steps" in inspect.signature(kind.__call__).parameters:
+        call["num_inference_steps"] = case.steps
+
+    if "num_inference_steps" in inspect.signature(kind.__call__).parameters:
+        call["num_inference_steps"] = case.steps
 
     def run() -> None:
         with torch.no_grad():
-            pipeline(num_inference_steps=case.steps, output_type="np", **call)
+            pipeline(output_type="np", **call)
 
     with sdpa_kernel(SDPBackend.MATH):
         counted = count_flops(watched, run)
     theirs = dict.fromkeys(watched, 0)
     for path, row in counted.rows.items():
+        if not path and ("SAG" in case.name or "Pyramid" in case.name):  # it blurs an image; noise of its own
+            continue
         theirs[path.partition(".")[0]] += sum(row)
     if case.kind == "ZImage" and case.beside:  # some modules are the transformer's too
         theirs["transformer"] += theirs.pop("controlnet")
