@@ -1018,10 +1018,11 @@ def test_sizes_beyond_measured_ones_are_said(model: str, load: dict[str, Any], s
 
 
 def test_the_longest_attention_is_what_calibration_times() -> None:
-    from flopcalc.measure.predictor.single_calls import _SIZES
+    from flopcalc.measure.predictor.single_calls import list_rows
     from flopcalc.prediction.clock import LONGEST
 
-    assert {mask: max(keys for *_, keys in _SIZES[mask]) for mask in LONGEST} == LONGEST
+    sizes = {mask: each for row in list_rows("full").values() for mask, each in row.get("sizes", {}).items()}
+    assert {mask: max(keys for *_, keys in sizes[mask]) for mask in LONGEST} == LONGEST
 
 
 def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

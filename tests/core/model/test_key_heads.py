@@ -21,7 +21,7 @@ from flopcalc.core.workload.workload import make_workload
 PRESETS = [name for name, path in MODELS.items() if "alias" not in load_toml(path)]
 # Config keys that say how many heads of keys and values a layer has, by hand: the first that is there counts.
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads")
+HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "num_heads")
 KEYS = ("k_proj", "key", "k", "kv_b_proj")  # projections that write keys alone, or a head's keys and values
 FUSED = ("qkv_proj", "query_key_value", "qkv", "Wqkv", "c_attn")  # queries, keys and values in one
 
