@@ -34,11 +34,14 @@ def read_script(text: str) -> Script:
             words = shlex.split(_fill(line, names))
         except ValueError:  # another text of several lines
             continue
-        words = words[words[:1] == ["export"] :]
+        is_exported = words[:1] == ["export"]
+        words = words[is_exported:]
         if len(words) == 1 and (variable := re.fullmatch(r"([A-Za-z_]\w*)=([^(].*)", words[0])):
             names[variable[1]] = variable[2]
-            continue
-        _read_command(words, script)
+        elif not is_exported:
+            _read_command(words, script)
+        if is_exported:
+            _read_variables([word if "=" in word else f"{word}={names.get(word, '')}" for word in words], script)
     return script
 
 
@@ -52,10 +55,11 @@ def _fill(word: str, names: dict[str, str]) -> str:
 def _read_command(words: list[str], script: Script) -> None:
     """Variables of the environment, a launcher with its settings, a program with its own."""
     words = [piece for word in words for piece in (word.split() if re.match(r"--[\w-]+ ", word) else [word])]
-    for word in words:
-        if (variable := re.fullmatch(r"(NPROC_PER_NODE|NNODES)=(\d+)", word)) is not None:
-            script.launcher[variable[1]] = int(variable[2])
-    at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS), None)
+    _read_variables(words, script)
+    names = [word.rpartition("/")[2] for word in words]
+    # Axolotl's own command takes the launcher as an option's value.
+    starts = [at for at, name in enumerate(names) if name in _LAUNCHERS and not names[at - 1].endswith("launcher")]
+    at = starts[0] if starts else None
     if at is not None:
         script.launcher["name"] = _LAUNCHERS[words[at].rpartition("/")[2]]
         start = next((i for i in range(at + 1, len(words)) if _is_program(words[i])), len(words))
@@ -64,6 +68,16 @@ def _read_command(words: list[str], script: Script) -> None:
         script.launcher.update({key.replace("-", "_"): value for key, value in own.items()})
         words = words[start:]
     _read_line(words, script.program, script.files["program"])
+
+
+def _read_variables(words: list[str], script: Script) -> None:
+    """Variables of the environment: torchrun's numbers of GPUs, and ms-swift's limits of an image."""
+    for word in words:
+        variable = re.fullmatch(r"(NPROC_PER_NODE|NNODES|MAX_PIXELS|IMAGE_MAX_TOKEN_NUM)=(\d+)", word)
+        if variable is not None and variable[1].startswith("N"):
+            script.launcher[variable[1]] = int(variable[2])
+        elif variable is not None:
+            script.program[f"ENV.{variable[1]}"] = int(variable[2])
 
 
 def _is_program(word: str) -> bool:
