@@ -32,6 +32,7 @@ from flopcalc.setup.setup import Setup
 _MOST_SLOTS = 2048  # that are simulated of a closed loop: others only wait
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs of the layouts that are looked at for the smallest that fits
 _SHOWN = ("p50", "p90", "p95", "p99")
+_SLOW_S = 1e-4  # a layer's experts for one token; other kernels take 1e-5 to 4e-5 (model_specs/serving_kernels.json)
 _BUSY = 0.95  # share of the time that a queue for prompts is taken to be busy at most
 _LEAST_LOAD, _MOST_LOAD = 1e-3, 1 << 14  # requests in flight, or per second, that objectives are looked for
 HOST = ("step", "kernels", "casts", "eager", "sequences", "prompts", "arrivals", "floors", "expert_floors")
@@ -162,7 +163,13 @@ def serve_setup(setup: Setup) -> ServingAnswer:
         has_experts=model.experts > 1, drafts=_explain_start(answer, model, notes), rest=flags.get("rest", ""),
     )  # fmt: skip
     fitted = find_weights(model.name, engine.id, engine.version, device.id, model.experts > 1, media.kernels > 0)
-    step = StepModel(model, layout, Rates(device, layout.gpus, engine.id), media)
+    rates = Rates(device, layout.gpus, engine.id)
+    if weights == "fp8" and model.experts > 1 and rates.experts.get("fp8", (0, 0, 0))[2] > _SLOW_S:
+        notes.append(
+            "experts in fp8 with one scale a tensor are timed with the kernels of ModelOpt's releases, measured to be "
+            f"slow on this kind of GPU; most releases have a scale a block: {spell('weights', 'fp8-block')}"
+        )
+    step = StepModel(model, layout, rates, media)
     return _time(answer._replace(command=command, evidence=fitted.evidence), setup, step, fitted, notes)
 
 

@@ -487,7 +487,7 @@ def test_start_lines_have_documented_flags_alone(engine: str, weights: str) -> N
     assert len(flags) >= len(known) - (weights not in found.online)
 
 
-# What a start line cannot say, a note does.
+# What a start line cannot say, and which kernels are slow, a note does.
 @pytest.mark.parametrize(
     ("model", "changes", "note"),
     [
@@ -495,6 +495,7 @@ def test_start_lines_have_documented_flags_alone(engine: str, weights: str) -> N
         ("llama-3.1-8b", {"engine": "trtllm", "dp": 2}, "the start line is of one copy: start 2 of them"),
         ("llama-3.1-8b", {"disaggregate": "1p1d"}, "the start line is of one worker: add its role"),
         ("qwen3-30b-a3b", {"tp": 4, "ep": 2}, "vLLM spreads experts over all 4 ranks of tp · dp, or over none"),
+        ("qwen3-30b-a3b", {"weights": "fp8", "device": "h100"}, "measured to be slow on this kind of GPU"),
     ],
 )
 def test_notes_on_start_lines(model: str, changes: dict[str, Any], note: str) -> None:
