@@ -363,7 +363,7 @@ def _take(case: Json) -> float:
 
 
 def _compare(case: Json, probes: Json, version: str) -> Json:
-    from flopcalc.prediction.timeline import name_mode
+    from flopcalc.prediction.host_time import name_mode
 
     seconds, pace = _take(case), case["probe_s"] / probes[name_mode(case["phase"])]
     found = _predict(case, pace, case["probe_s"] if case["is_host"] else 0.0, version)

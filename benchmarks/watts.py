@@ -129,8 +129,8 @@ def load_own() -> tuple[list[Point], float]:
     from flopcalc.measure.predictor.fit.cases import bind_case, find_random, make_machine, model_case, model_cases
     from flopcalc.measure.predictor.fit.clock import read_calls
     from flopcalc.prediction.clock import Clock
+    from flopcalc.prediction.host_time import name_mode
     from flopcalc.prediction.kernels.constants import load_shipped
-    from flopcalc.prediction.timeline import name_mode
     from lab.blind import steps as blind
     from lab.blind.rounds import NUMBERS, load_round
 

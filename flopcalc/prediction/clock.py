@@ -14,24 +14,19 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import find_device
 from flopcalc.prediction.build_work import UNTIMED, count_calls
 from flopcalc.prediction.fused_kernels import FusedExperts, find_fused_experts
-from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
-from flopcalc.prediction.kernels.memory_bound import FLOAT, STREAMED
-from flopcalc.prediction.timeline import (
+from flopcalc.prediction.host_time import (
     ONCE,
     HostTime,
-    Place,
-    Segment,
-    Span,
-    Stack,
     count_kept,
     find_order,
     find_unit,
     name_factor,
     name_mode,
     name_phase,
-    order,
-    run,
 )
+from flopcalc.prediction.kernels.machine import MEASURED_ON, KernelTime, Machine, slow_down
+from flopcalc.prediction.kernels.memory_bound import FLOAT, STREAMED
+from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, run
 from flopcalc.prediction.watts import Shares
 from flopcalc.prediction.work import Attention, MemoryCall, ProductCall, Work
 

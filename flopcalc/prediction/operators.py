@@ -44,7 +44,8 @@ from flopcalc.prediction.recordings import (
     sign_outside,
     sign_switches,
 )
-from flopcalc.prediction.rows import NO_STATE, LayerState, find_shifted, find_states
+from flopcalc.prediction.rows import find_shifted
+from flopcalc.prediction.trained_layers import NO_STATE, LayerState, find_states
 
 _EXPERTS = ("olmoe", "model.layers", "mlp.experts")  # the type, layers and module whose operators other experts borrow
 _MISSING = ": this model has no"

@@ -22,13 +22,13 @@ from flopcalc.hardware.tiles import ProductSize
 from flopcalc.measure.predictor.fit.host import count_checkpoints, list_host_features
 from flopcalc.prediction.build_work import make_work
 from flopcalc.prediction.clock import Clock
+from flopcalc.prediction.host_time import find_unit, name_factor
 from flopcalc.prediction.kernels.attention import attention_features, name_mask
 from flopcalc.prediction.kernels.constants import load_predictor
 from flopcalc.prediction.kernels.machine import Machine, slow_down
 from flopcalc.prediction.kernels.memory_bound import read_curve
 from flopcalc.prediction.kernels.products import ProductShape, time_matrix, time_shape
 from flopcalc.prediction.step import find_largest_batch, predict_estimate
-from flopcalc.prediction.timeline import find_unit, name_factor
 from flopcalc.prediction.work import Attention, MemoryCall, Work
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.

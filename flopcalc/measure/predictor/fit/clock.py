@@ -16,11 +16,11 @@ from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operators, read_moved, read_points
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
 from flopcalc.prediction.clock import add_up
+from flopcalc.prediction.host_time import name_mode
 from flopcalc.prediction.kernels.constants import CompiledConstants, Constants, Provenance, WattsConstants, WattsShares
 from flopcalc.prediction.kernels.machine import Machine, slow_down
 from flopcalc.prediction.kernels.memory_bound import STREAMED
 from flopcalc.prediction.kernels.products import ProductShape, time_shape
-from flopcalc.prediction.timeline import name_mode
 from flopcalc.prediction.watts import Shares, draw_power
 
 

@@ -11,9 +11,9 @@ from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, change_cons
 from flopcalc.measure.predictor.fit.choices import CHOICES
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_call_and_factor, solve_nonnegative
 from flopcalc.prediction.build_work import count_calls
+from flopcalc.prediction.host_time import count_kept, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.kernels.constants import Constants
 from flopcalc.prediction.kernels.machine import Machine
-from flopcalc.prediction.timeline import count_kept, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.work import Work
 
 

@@ -23,7 +23,7 @@ from flopcalc.measure.predictor.fit.host import (
 from flopcalc.measure.predictor.narrow import narrow
 from flopcalc.measure.predictor.runs import FIT_GRIDS, cut_config, make_case
 from flopcalc.prediction.build_work import count_calls
-from flopcalc.prediction.timeline import name_mode, name_phase
+from flopcalc.prediction.host_time import name_mode, name_phase
 
 SMALL_STEPS = [
     {"phase": "train", "probe_s": 0.004, "ratio": 10.0},
